@@ -1,0 +1,67 @@
+"""Every error this library raises on purpose. Knows nothing else.
+
+    MlxMoeError
+    ├── ModelError                  the model cannot be used as it stands
+    │   ├── ModelNotFoundError        no such folder or hub id, or not a model folder
+    │   ├── UnsupportedModelError     a model type or a checkpoint layout that is not handled
+    │   └── CheckpointError           files missing, truncated or not what the config says
+    │       └── CheckpointReadError     a read failed, or a file changed, while running
+    ├── DownloadError               the hub is out of reach, or the disk too small
+    ├── MemoryBudgetError           experts, context and memory do not fit together
+    ├── RequestError                what was asked of a loaded model makes no sense
+    │   ├── PromptError               an empty, too long or malformed prompt
+    │   └── SamplingError             a sampling value outside its range
+    └── EngineClosedError           the engine was closed
+
+A message says what was asked, what stood in the way with its numbers, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class MlxMoeError(Exception):
+    """Base of all errors that mlxmoe raises on purpose."""
+
+
+class ModelError(MlxMoeError):
+    """The model cannot be used as it stands."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such folder or hub id, or the folder holds no model."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model type, or a layout of its checkpoint, that is not handled."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint's files are missing, truncated, or not what its config says."""
+
+
+class CheckpointReadError(CheckpointError):
+    """A read failed, or a file changed, while the model was running."""
+
+
+class DownloadError(MlxMoeError):
+    """The hub is out of reach, refuses, or the disk is too small."""
+
+
+class MemoryBudgetError(MlxMoeError):
+    """The asked experts, context and memory do not fit together."""
+
+
+class RequestError(MlxMoeError):
+    """What was asked of a loaded model makes no sense."""
+
+
+class PromptError(RequestError):
+    """An empty, too long or malformed prompt."""
+
+
+class SamplingError(RequestError):
+    """A sampling value outside its range."""
+
+
+class EngineClosedError(MlxMoeError):
+    """The engine was closed; load the model again."""
