@@ -1,0 +1,165 @@
+"""The switch layer that computes from slots: mlx-lm's own forward over a bank. Knows nothing of whole models.
+
+Legend: T tokens, K experts a token (top_k), E experts, D width.
+
+mlx-lm's SwitchGLU and SwitchMLP take `x [..., D]` and `indices [..., K]` and return `[..., K, D]`. Their code
+runs unchanged here: only their arrays shrink from `[E, ...]` to `[slots, ...]`, and the indices become slots. The
+instance keeps its place in the model and its parameters' names; its class becomes a subclass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from mlxmoe.experts.bank import ExpertBank
+
+SWITCH_TYPES = (SwitchGLU, SwitchMLP)
+LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
+
+KEEP_PENDING_BYTES = 1 << 20  # a larger output is evaluated at once rather than kept from call to call
+
+Forward = Callable[[mx.array, mx.array], mx.array]
+
+
+class ExpertStream:
+    """How one layer computes from its bank, in as many waves as that takes."""
+
+    def __init__(self, bank: ExpertBank) -> None:
+        self.bank = bank
+        self._pending: list[mx.array] = []
+
+    def __call__(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
+        """`x [..., D]`, `indices [..., K]` of experts -> `[..., K, D]`; `forward` is the stock layer over slots.
+
+        One host sync. It also evaluates what this layer returned last: nothing unevaluated reads a slot when
+        slots are overwritten, whoever called in between.
+        """
+        mx.eval(indices, self._pending)
+        self._pending = []
+        experts = cast(list[int], indices.flatten().tolist())
+        last_use = dict(zip(experts, count()))
+        waves = self.bank.waves(last_use)
+        if len(waves) == 1:
+            self.bank.admit(waves[0], last_use)
+            slots = mx.array(self.bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
+            out = forward(x, slots)
+        else:
+            out = self._in_waves(x, indices, experts, waves, last_use, forward)
+        if out.nbytes > KEEP_PENDING_BYTES:
+            mx.eval(out)
+        else:
+            self._pending = [out]
+        return out
+
+    def settle(self) -> None:
+        """Evaluate what this layer returned last, in the thread that built it."""
+        mx.eval(self._pending)
+        self._pending = []
+
+    def _in_waves(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        experts: Sequence[int],
+        waves: Sequence[Sequence[int]],
+        last_use: dict[int, int],
+        forward: Forward,
+    ) -> mx.array:
+        """Compute the (token, expert) pairs wave by wave and put the results back in the router's order."""
+        top_k = indices.shape[-1]
+        tokens = x.reshape(-1, x.shape[-1])
+        wave_of = {expert: number for number, wave in enumerate(waves) for expert in wave}
+        pairs_of: list[list[int]] = [[] for _ in waves]
+        for pair, expert in enumerate(experts):
+            pairs_of[wave_of[expert]].append(pair)
+        parts = []
+        for wave, pairs in zip(waves, pairs_of, strict=True):
+            self.bank.admit(wave, last_use)
+            slots = self.bank.slots_of([experts[pair] for pair in pairs])
+            rows = mx.array([pair // top_k for pair in pairs])
+            part = forward(tokens[rows], mx.array(slots, dtype=indices.dtype)[:, None])
+            mx.eval(part)  # before the next wave overwrites its slots
+            parts.append(part.squeeze(-2))
+        order = mx.argsort(mx.array([pair for pairs in pairs_of for pair in pairs]))
+        return mx.concatenate(parts)[order].reshape(*indices.shape, -1)
+
+
+class _Streaming:
+    """Mixed in before the stock class: hands the stock forward to the module's ExpertStream."""
+
+    expert_stream: ExpertStream
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        return self.expert_stream(x, indices, super().__call__)  # type: ignore[misc]
+
+
+class _Listening:
+    """Mixed in before the stock class: notes the shape of its indices, computes nothing, returns zeros."""
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self.heard_top_k = int(indices.shape[-1])
+        return mx.zeros((*indices.shape, x.shape[-1]), dtype=x.dtype)
+
+
+def switch_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` that holds routed experts, by its path, in the order of the layers."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, SWITCH_TYPES)}
+    return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
+
+
+def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
+    """The arrays of a switch module that have one row for each expert, by their path inside the module."""
+    return {
+        f"{name}.{key}": array
+        for name, child in sorted(module.children().items())
+        if isinstance(child, LINEAR_TYPES)
+        for key, array in child.parameters().items()
+    }
+
+
+def put_bank(module: nn.Module, bank: ExpertBank) -> None:
+    """Let `module` compute from `bank`. Its own arrays are replaced; they were never evaluated."""
+    module.update(tree_unflatten(list(bank.arrays.items())))
+    module.expert_stream = ExpertStream(bank)
+    module.__class__ = _mixed(_Streaming, type(module))
+
+
+class Listening:
+    """Within this context, switch modules note their top_k and compute nothing.
+
+    After a forward pass that is never evaluated, `top_k[path]` holds what each reached module heard.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._classes: dict[str, type] = {}
+        self.top_k: dict[str, int] = {}
+
+    def __enter__(self) -> Listening:
+        for path, module in self._modules.items():
+            self._classes[path] = type(module)
+            module.__class__ = _mixed(_Listening, type(module))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for path, module in self._modules.items():
+            module.__class__ = self._classes[path]
+            if hasattr(module, "heard_top_k"):
+                self.top_k[path] = module.heard_top_k
+                del module.heard_top_k
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    """Sort key that puts layer 10 behind layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
+def _mixed(mixin: type, stock: type) -> type:
+    return type(f"{mixin.__name__.strip('_')}{stock.__name__}", (mixin, stock), {})

@@ -1,0 +1,138 @@
+"""The slots of one layer: after every operation each slot holds exactly the expert it claims, or nobody's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxmoe.errors import CheckpointReadError
+from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
+from mlxmoe.experts.safetensors import read_header
+
+EXPERTS = 8
+
+
+class Layer:
+    """Expert tensors on disk as a checkpoint holds them, and banks over them."""
+
+    def __init__(self, folder: Path) -> None:
+        rng = np.random.default_rng(0)
+        self.arrays = {
+            "weight": mx.array(rng.integers(0, 2**32, (EXPERTS, 6, 4), dtype=np.uint32)),
+            "scales": mx.array(rng.normal(size=(EXPERTS, 6)), dtype=mx.bfloat16),
+        }
+        path = folder / "model.safetensors"
+        mx.save_safetensors(str(path), self.arrays)
+        state, infos = read_header(path)
+        self.files = {path: state}
+        self.tensors = {
+            name: ExpertTensor.stacked(name, path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()
+        }
+        self.fail_reads = 0
+
+    def bank(self, slots: int) -> ExpertBank:
+        return ExpertBank(self.tensors, self.arrays, slots, ExpertReader(self.files, preadv=self._preadv))
+
+    def _preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if self.fail_reads:
+            self.fail_reads -= 1
+            if not self.fail_reads:
+                os.preadv(descriptor, [buffers[0][:3]], offset)  # some bytes arrive before it breaks
+                raise OSError(errno.EIO, "broken")
+        return os.preadv(descriptor, buffers, offset)
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> Layer:
+    return Layer(tmp_path_factory.mktemp("layer"))
+
+
+def use(bank: ExpertBank, sequence: list[int]) -> None:
+    last_use = {expert: position for position, expert in enumerate(sequence)}
+    for wave in bank.waves(last_use):
+        bank.admit(wave, last_use)
+        assert all(0 <= slot < bank.slots for slot in bank.slots_of(wave))
+        check(bank)
+
+
+def check(bank: ExpertBank, layer: Layer | None = None) -> None:
+    resident = bank.resident
+    assert len(resident) <= bank.slots
+    assert len(set(resident.values())) == len(resident), "no two experts in one slot"
+    for name, array in bank.arrays.items():
+        for expert, slot in resident.items():
+            stored = layer.arrays[name] if layer else ORIGINALS[name]
+            assert mx.array_equal(array[slot], stored[expert]), f"slot {slot} claims expert {expert}"
+
+
+ORIGINALS: dict[str, mx.array] = {}
+
+
+@pytest.fixture(autouse=True)
+def _originals(layer: Layer) -> None:
+    ORIGINALS.update(layer.arrays)
+    layer.fail_reads = 0
+
+
+@given(slots=st.integers(1, EXPERTS), sequences=st.lists(st.lists(st.integers(0, 7), min_size=1), max_size=8))
+def test_slots_hold_what_they_claim(layer: Layer, slots: int, sequences: list[list[int]]) -> None:
+    bank = layer.bank(slots)
+    for sequence in sequences:
+        use(bank, sequence)
+        recent = list(dict.fromkeys(reversed(sequence)))[: slots // 2]
+        assert set(recent) <= set(bank.resident), "what was wanted last is still there"
+
+
+@given(
+    slots=st.integers(1, EXPERTS),
+    sequences=st.lists(st.lists(st.integers(0, 7), min_size=1), min_size=1, max_size=8),
+    fails=st.integers(1, 12),
+)
+def test_a_failed_read_leaves_no_lie_behind(layer: Layer, slots: int, sequences: list[list[int]], fails: int) -> None:
+    bank = layer.bank(slots)
+    layer.fail_reads = fails
+    for sequence in sequences:
+        try:
+            use(bank, sequence)
+        except CheckpointReadError:
+            check(bank)
+            use(bank, sequence)
+
+
+def test_an_interrupt_anywhere_in_admit_leaves_no_lie_behind(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = layer.bank(3)
+    use(bank, [0, 1, 2])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bank._policy, "touch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bank.admit([3, 4], {3: 0, 4: 1})
+    use(bank, [4, 0, 3])
+    check(bank)
+
+
+def test_counters_count(layer: Layer) -> None:
+    bank = layer.bank(2)
+    use(bank, [0, 1, 0])
+    use(bank, [1, 2])
+    counters = bank.counters
+    assert (counters.hits, counters.misses, counters.evictions) == (1, 3, 1)
+    assert counters.bytes_read == 3 * bank.expert_bytes
+    assert bank.nbytes == 2 * bank.expert_bytes == sum(array.nbytes for array in bank.arrays.values())
+
+
+def test_each_expert_is_read_once_a_chunk(layer: Layer) -> None:
+    bank = layer.bank(2)
+    use(bank, [0, 1, 2, 3, 4, 5, 6, 7] * 4)
+    assert bank.counters.bytes_read == EXPERTS * bank.expert_bytes
