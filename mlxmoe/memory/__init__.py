@@ -1,0 +1,1 @@
+"""How much memory there is, and how it is divided. Knows nothing of models, experts or caches."""

@@ -1,0 +1,177 @@
+"""One memory budget divided: trunk, expert slots, KV, prefill. Pure arithmetic; reads no model and no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxmoe.errors import MemoryBudgetError
+from mlxmoe.memory.sizes import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """What the plan needs to know of one MoE layer's routed experts."""
+
+    path: str
+    num_experts: int
+    top_k: int
+    expert_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_experts * self.expert_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """What one token needs at once."""
+        return self.top_k * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the memory is divided; all in bytes except `context` and `slots`.
+
+    `trunk_bytes`: weights that are no routed experts. `expert_bytes`: all routed experts, wherever they are.
+    `bank_bytes`: what of them has a slot. `kv_bytes`: KV cache of `context` tokens. `prefill_bytes`: room for a
+    prefill chunk's activations. `memory_bytes`: the budget that was divided. `context`: tokens, prompt and reply,
+    or None where neither the model nor the user sets a bound. `slots`: slots of each MoE layer by its path; a layer
+    with all its experts is resident.
+    """
+
+    trunk_bytes: int
+    expert_bytes: int
+    bank_bytes: int
+    kv_bytes: int
+    prefill_bytes: int
+    memory_bytes: int
+    context: int | None
+    slots: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return self.trunk_bytes + self.bank_bytes + self.kv_bytes + self.prefill_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+def expert_budget(experts: int | float | str, layers: Sequence[MoeLayer], auto_bytes: int) -> int:
+    """The bytes that `experts=` grants the banks, at most all experts.
+
+    `experts`: `"auto"` (then `auto_bytes`), `"all"`, bytes, `"12GB"`, or a share (`0.25`, `"25%"`) of the experts'
+    bytes. Raises MemoryBudgetError for anything else and for less than one token's need.
+    """
+    total = sum(layer.nbytes for layer in layers)
+    floor = sum(layer.floor_bytes for layer in layers)
+    match experts:
+        case "auto":
+            budget = auto_bytes
+        case "all":
+            budget = total
+        case float() | str() if (share := _share(experts)) is not None:
+            if not 0 < share <= 1:
+                raise MemoryBudgetError(f"experts={experts!r} is no share: write 0.25 or '25%', at most 1 or '100%'.")
+            budget = round(share * total)
+        case int() | str():
+            budget = parse_bytes(experts, "experts")
+        case _:
+            raise MemoryBudgetError(
+                f"experts={experts!r} is not an expert budget. Write 'auto', 'all', bytes, '12GB' or a share, '25%'."
+            )
+    if budget < floor:
+        top_ks = sorted({layer.top_k for layer in layers})
+        need = "-".join(str(k) for k in {top_ks[0]: 0, top_ks[-1]: 0})
+        raise MemoryBudgetError(
+            f"Expert budget is {format_bytes(budget)}, but one token needs {format_bytes(floor)} "
+            f"({need} experts x {len(layers)} layers). Raise experts= to {floor} bytes or "
+            f"{_percent_up(floor, total)}% or more."
+        )
+    return min(budget, total)
+
+
+def divide_slots(budget_bytes: int, layers: Sequence[MoeLayer]) -> dict[str, int]:
+    """Slots of each layer's bank: the same share of every layer, at least top_k, together within the budget.
+
+    What rounding leaves over goes to the layers with the smallest share, a slot each while one fits.
+    """
+    total = sum(layer.nbytes for layer in layers)
+    slots = {
+        layer.path: min(layer.num_experts, max(layer.top_k, budget_bytes * layer.num_experts // total))
+        for layer in layers
+    }
+    used = sum(slots[layer.path] * layer.expert_bytes for layer in layers)
+    by_share = sorted(layers, key=lambda layer: slots[layer.path] / layer.num_experts, reverse=True)
+    for layer in by_share:  # where floors took more than their share, the largest banks give it back
+        excess = -(-(used - budget_bytes) // layer.expert_bytes)
+        give = max(0, min(excess, slots[layer.path] - layer.top_k))
+        slots[layer.path] -= give
+        used -= give * layer.expert_bytes
+    for layer in reversed(by_share):
+        if slots[layer.path] < layer.num_experts and used + layer.expert_bytes <= budget_bytes:
+            slots[layer.path] += 1
+            used += layer.expert_bytes
+    return slots
+
+
+def make_plan(
+    layers: Sequence[MoeLayer],
+    *,
+    trunk_bytes: int,
+    kv_bytes: int,
+    prefill_bytes: int,
+    context: int | None,
+    experts: int | float | str,
+    memory_bytes: int,
+) -> Plan:
+    """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers."""
+    rest = memory_bytes - trunk_bytes - kv_bytes - prefill_bytes
+    total = sum(layer.nbytes for layer in layers)
+    floor = sum(layer.floor_bytes for layer in layers)
+    fixed = (
+        f"{format_bytes(trunk_bytes)} trunk, {format_bytes(kv_bytes)} KV cache for {context or 'any'} tokens, "
+        f"{format_bytes(prefill_bytes)} for prefill"
+    )
+    if rest < floor and (experts == "auto" or not layers):
+        raise MemoryBudgetError(
+            f"The memory budget is {format_bytes(memory_bytes)}, but {fixed} and one token's experts "
+            f"({format_bytes(floor)}) need {format_bytes(memory_bytes - rest + floor)}. "
+            f"Lower context=, raise memory=, or take a smaller model."
+        )
+    budget = expert_budget(experts, layers, max(rest, floor)) if layers else 0
+    if budget > rest:
+        raise MemoryBudgetError(
+            f"experts={experts!r} takes {format_bytes(budget)}; with {fixed} that is "
+            f"{format_bytes(memory_bytes - rest + budget)}, and the budget is {format_bytes(memory_bytes)}. "
+            f"Lower experts= to {max(rest, 0)} bytes or less, or set memory= if the machine has more to give."
+        )
+    slots = divide_slots(budget, layers) if budget < total else {m.path: m.num_experts for m in layers}
+    return Plan(
+        trunk_bytes=trunk_bytes,
+        expert_bytes=total,
+        bank_bytes=sum(slots[layer.path] * layer.expert_bytes for layer in layers),
+        kv_bytes=kv_bytes,
+        prefill_bytes=prefill_bytes,
+        memory_bytes=memory_bytes,
+        context=context,
+        slots=slots,
+    )
+
+
+def _share(experts: float | str) -> float | None:
+    """`0.25` or `"25%"` as a fraction; None where it is no share at all."""
+    if isinstance(experts, float):
+        return experts
+    number = experts.strip()
+    if not number.endswith("%"):
+        return None
+    try:
+        return float(number[:-1]) / 100
+    except ValueError:
+        return None
+
+
+def _percent_up(part: int, whole: int) -> int:
+    return -(-100 * part // whole)

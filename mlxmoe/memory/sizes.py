@@ -1,0 +1,37 @@
+"""Sizes as people write them, to bytes and back. Strings such as "12GB" exist only at the API's and CLI's edge."""
+
+from __future__ import annotations
+
+import re
+
+from mlxmoe.errors import MemoryBudgetError
+
+# Decimal as disks and downloads are labelled, binary where the unit says so.
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str, what: str) -> int:
+    """`12_000_000`, `"12GB"` or `"1.5 GiB"` in bytes. `what`: the argument's name, for the error's message."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) and match[2].upper() in _UNITS:
+        count = int(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        raise MemoryBudgetError(f"{what}={size!r} is not a size. Write bytes, or for example '12GB' or '1.5GiB'.")
+    if count <= 0:
+        raise MemoryBudgetError(f"{what}={size!r} leaves no room at all. Write for example '12GB'.")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: `12.3 GB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
