@@ -1,0 +1,134 @@
+"""From what the user calls a model to a local folder: the built-in demo, a folder, or a hub id. Knows no MLX.
+
+Downloads are huggingface-hub's own: they resume, they are cached, and `HF_HUB_OFFLINE=1` keeps them local.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    DryRunError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from mlxmoe.errors import DownloadError, ModelNotFoundError
+from mlxmoe.memory.sizes import format_bytes
+
+# Stage ("download", "load"), bytes done, bytes in all.
+Progress = Callable[[str, int, int], None]
+
+# What mlx-lm reads of a repository: no second copies in other formats.
+PATTERNS = [
+    "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja",
+]  # fmt: skip
+DISK_MARGIN_BYTES = 2**30  # a disk filled to the brim stops more than this program
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve(model: str | Path | None, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """The local folder of `model`: None for the built-in demo, a folder's path, or a hub id (downloaded if need be).
+
+    `revision`: a branch, tag or commit, for hub ids only. Raises ModelNotFoundError or DownloadError.
+    """
+    if model is None:
+        return demo_folder()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelNotFoundError(f"revision={revision!r} is for hub ids, but {folder} is a local folder.")
+        return folder.resolve()
+    if folder.exists():
+        raise ModelNotFoundError(f"{folder} is a file. Give the model's folder, the one with config.json in it.")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise ModelNotFoundError(
+            f"There is no folder {folder}. Give a model's folder, a hub id such as "
+            f"mlx-community/Qwen3-30B-A3B-4bit, or nothing for the built-in demo model."
+        )
+    return _download(model, revision, progress)
+
+
+def demo_folder() -> Path:
+    """The folder of the model that ships with the package."""
+    return Path(str(resources.files("mlxmoe") / "demo"))
+
+
+def _download(repo: str, revision: str | None, progress: Progress | None) -> Path:
+    what = f"{repo} at revision {revision}" if revision else repo
+    try:
+        _refuse_full_disk(repo, revision)
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, tqdm_class=_silent_bar(progress))
+        )
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        hint = "accept its licence on its page" if isinstance(error, GatedRepoError) else "check the spelling"
+        raise ModelNotFoundError(
+            f"The hub has no {what} for you. Please {hint}, and log in (`hf auth login`) if it is private."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if offline else f"the hub ({constants.ENDPOINT}) cannot be reached"
+        raise DownloadError(
+            f"{what} is not (or not wholly) on this machine, and {reason}. What is already here is kept: "
+            f"run it again when online, or give a local folder."
+        ) from error
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{repo} is neither a folder nor a hub id: {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise DownloadError(
+            f"Downloading {what} stopped: {error}. What has arrived is kept: run it again to go on."
+        ) from error
+
+
+def _refuse_full_disk(repo: str, revision: str | None) -> None:
+    """Compare what is still to be downloaded with the free disk. Silent when the hub cannot be asked."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        files = snapshot_download(
+            repo, revision=revision, allow_patterns=PATTERNS, dry_run=True, tqdm_class=_silent_bar(None)
+        )
+    except DryRunError:
+        return  # the download itself says what is wrong, or uses what is cached
+    wanted = sum(file.file_size or 0 for file in files if file.will_download)
+    cache = Path(constants.HF_HUB_CACHE)
+    present = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(present).free
+    blobs = cache / constants.REPO_ID_SEPARATOR.join(["models", *repo.split("/")]) / "blobs"
+    need = max(0, wanted - sum(path.stat().st_size for path in blobs.glob("*.incomplete")))
+    if need and need + DISK_MARGIN_BYTES > free:
+        raise DownloadError(
+            f"{repo} needs {format_bytes(need)} more on disk, but {present} has {format_bytes(free)} free "
+            f"(and {format_bytes(DISK_MARGIN_BYTES)} should stay so). Free some, or set HF_HOME to a larger disk."
+        )
+
+
+def _silent_bar(progress: Progress | None) -> type[Any]:
+    """A progress bar class, as huggingface-hub wants one, that draws nothing and reports bytes to `progress`."""
+
+    class SilentBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            # Of the bars that a download makes, this one counts bytes that are on disk.
+            self._counts = options.get("name") == "huggingface_hub.snapshot_download"
+            self._done = 0
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            self._done += int(n or 0)
+            if self._counts and progress is not None:
+                progress("download", self._done, int(self.total or 0))
+
+    return SilentBar
