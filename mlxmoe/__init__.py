@@ -1,0 +1,54 @@
+"""Mixture-of-Experts language models larger than the machine's memory: exact, and never swapping.
+
+from mlxmoe import load
+
+llm = load("mlx-community/Qwen3-30B-A3B-4bit")  # or a folder; load() alone is the built-in demo model
+for chunk in llm.stream("Why is the sky blue?"):
+    print(chunk, end="", flush=True)
+"""
+
+from mlxmoe.engine import Engine, load
+from mlxmoe.errors import (
+    CheckpointError,
+    CheckpointReadError,
+    DownloadError,
+    EngineClosedError,
+    MemoryBudgetError,
+    MlxMoeError,
+    ModelError,
+    ModelNotFoundError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    UnsupportedModelError,
+)
+from mlxmoe.memory.plan import Plan
+from mlxmoe.reply import Chunk
+from mlxmoe.session import Session
+from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReadError",
+    "Chunk",
+    "DownloadError",
+    "Engine",
+    "EngineClosedError",
+    "EngineStats",
+    "LayerStats",
+    "MemoryBudgetError",
+    "MemoryUse",
+    "MlxMoeError",
+    "ModelError",
+    "ModelNotFoundError",
+    "Plan",
+    "PromptError",
+    "RequestError",
+    "SamplingError",
+    "Session",
+    "UnsupportedModelError",
+    "__version__",
+    "load",
+]

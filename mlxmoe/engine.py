@@ -1,0 +1,197 @@
+"""load() and the Engine it returns: the thin API over loading, the token loop and replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxmoe.decode import Decoder
+from mlxmoe.errors import EngineClosedError
+from mlxmoe.hub import Progress, resolve
+from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder, vocab_size
+from mlxmoe.memory.plan import Plan
+from mlxmoe.memory.reading import usable_bytes
+from mlxmoe.memory.sizes import parse_bytes
+from mlxmoe.prompts import Prompt, PromptEncoder
+from mlxmoe.reply import Chunk, Replier, ReplySettings
+from mlxmoe.session import Session
+from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    experts: int | float | str = "auto",
+    memory: int | str | None = None,
+    context: int | None = None,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """Load a model: a local folder, a hub id, or nothing for the built-in demo model.
+
+    `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or a
+    share such as 0.25 or "25%". Fewer are slower, and change no word. `memory`: the most the engine may use, bytes or
+    "24GB"; by default what the machine can give now, less a reserve. `context`: tokens, prompt and reply, that must
+    fit; by default what the model was made for. `progress(stage, done_bytes, total_bytes)`: called during download
+    and loading. `revision`: of a hub id. `trust_remote_code`: run model code that comes with the weights.
+
+    Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
+    """
+    memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
+    folder = resolve(model, revision, progress)
+    return Engine(
+        load_folder(
+            folder,
+            experts=experts,
+            memory_bytes=memory_bytes,
+            context=context,
+            progress=progress,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+
+
+class Engine:
+    """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
+
+    `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder. `plan`: how the
+    memory was divided.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.tokenizer: TokenizerWrapper = loaded.tokenizer
+        self.config: dict[str, Any] = loaded.config
+        self.path: Path = loaded.path
+        self.plan: Plan = loaded.plan
+        self._model: nn.Module = loaded.model
+        self._layers = loaded.layers
+        self._streams = dict(loaded.streams)
+        self._reader = loaded.reader
+        self._closed = False
+        self._decoder = Decoder(
+            loaded.model, loaded.streams.values(), chunk_tokens=chunk_tokens, check=self._refuse_closed
+        )
+        context = loaded.plan.context
+        self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, vocab_size(loaded.config), context)
+        self._replier = Replier(self._decoder, loaded.tokenizer, context, self._lookups)
+
+    @property
+    def model(self) -> nn.Module:
+        """mlx-lm's model, callable with caches as mlx-lm's are. Raises EngineClosedError.
+
+        Evaluate what it returns in the thread that called it, before another thread uses the engine.
+        """
+        self._refuse_closed()
+        return self._model
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: str | Iterable[str] = (),
+        raw: bool = False,
+    ) -> Iterator[Chunk]:
+        """Stream a reply, one chunk a token, each before the next one is computed.
+
+        `prompt`: text (put through the model's chat template where it has one, unless `raw`), chat messages, or token
+        ids. `max_tokens`: the reply's most. `temperature`: 0 is greedy. `top_p`: 1 is off. `top_k`, `min_p`: 0 is
+        off. `repetition_penalty`: above 1 discourages what was said in the last 20 tokens. `seed`: the same one gives
+        the same text. `stop`: strings that end the reply and are not part of it.
+
+        Raises PromptError or SamplingError at once. While running it may raise CheckpointReadError if the disk fails;
+        the engine still answers the next request.
+        """
+        settings = ReplySettings.make(
+            max_tokens=max_tokens,
+            stop=stop,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        self._refuse_closed()
+        return self._replier.stream(self._prompts.encode(prompt, raw), settings, self._decoder.new_cache())
+
+    def generate(self, prompt: Prompt, **options: Any) -> str:
+        """The whole reply as text; takes what `stream` takes."""
+        return "".join(chunk.text for chunk in self.stream(prompt, **options))
+
+    def session(self, system: str | None = None) -> Session:
+        """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
+        self._refuse_closed()
+        return Session(self._replier, self._prompts, system)
+
+    def logits(self, tokens: Sequence[int]) -> mx.array:
+        """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes."""
+        self._refuse_closed()
+        return self._decoder.logits(self._prompts.check(tokens, reply=0), self._decoder.new_cache())
+
+    def stats(self) -> EngineStats:
+        """What the expert cache did since loading, for each MoE layer."""
+        layers = []
+        for layer in self._layers:
+            bank = self._streams[layer.path].bank if layer.path in self._streams else None
+            layers.append(
+                LayerStats(
+                    path=layer.path,
+                    num_experts=layer.num_experts,
+                    slots=self.plan.slots[layer.path],
+                    hits=bank.counters.hits if bank else 0,
+                    misses=bank.counters.misses if bank else 0,
+                    evictions=bank.counters.evictions if bank else 0,
+                    bytes_read=bank.counters.bytes_read if bank else 0,
+                )
+            )
+        return EngineStats(tuple(layers))
+
+    def memory(self) -> MemoryUse:
+        """The plan beside what is in use now."""
+        return MemoryUse(
+            plan=self.plan,
+            active_bytes=mx.get_active_memory(),
+            pool_bytes=mx.get_cache_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            usable_bytes=usable_bytes(),
+        )
+
+    def close(self) -> None:
+        """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
+        with self._decoder.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._reader.close()
+            self._decoder.release()
+            self._streams = {}
+            del self._model
+            mx.clear_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineClosedError(f"The engine for {self.path.name} was closed. Call load() again.")
+
+    def _lookups(self) -> tuple[int, int]:
+        """Hits and misses of all layers so far."""
+        counters = [stream.bank.counters for stream in self._streams.values()]
+        return sum(c.hits for c in counters), sum(c.misses for c in counters)

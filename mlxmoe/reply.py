@@ -1,0 +1,149 @@
+"""From a prompt's tokens to a reply in chunks: the token loop, the text that may be shown, and when to end.
+
+Knows nothing of how the prompt was made, or of the model's files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxmoe.decode import Cache, Decoder
+from mlxmoe.errors import SamplingError
+from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.stats import hit_rate
+from mlxmoe.text import TextStream, check_stop
+
+FinishReason = Literal["stop", "length", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one token brought. `str(chunk)` is its text.
+
+    `text`: text that can be shown now; empty while a character or a stop string may go on. `token`: its id.
+    `logprob`: its log-probability before temperature and filters. `finish_reason`: None but for the last chunk:
+    "stop" (end of text, or a stop string), "length" (max_tokens, or the context is full), "memory".
+    `prompt_tokens`, `generated_tokens`: tokens in the prompt, and so far in the reply. `ttft_s`: seconds to the first
+    token. `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
+    experts asked for since this reply began that were in a slot; 1 where all are resident. `peak_memory_bytes`: the
+    most MLX has held since the process began.
+    """
+
+    text: str
+    token: int
+    logprob: float
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    prompt_tokens_per_s: float
+    tokens_per_s: float
+    expert_hit_rate: float
+    peak_memory_bytes: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ReplySettings:
+    """How a reply is sampled and what ends it besides the model itself. Raises SamplingError."""
+
+    sampling: SamplingSettings
+    max_tokens: int
+    stop: tuple[str, ...]
+
+    @classmethod
+    def make(cls, *, max_tokens: int, stop: str | Iterable[str], **sampling: Any) -> ReplySettings:
+        """Check a request's values; `sampling` are SamplingSettings' own."""
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise SamplingError(f"max_tokens={max_tokens!r} is out of range: it must be a whole number, 1 or more.")
+        return cls(SamplingSettings(**sampling), max_tokens, check_stop(stop))
+
+
+class Replier:
+    """Streams replies of one model.
+
+    `context`: tokens, prompt and reply, that fit, or None. `lookups`: hits and misses of the expert cache so far.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: TokenizerWrapper,
+        context: int | None,
+        lookups: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.decoder = decoder
+        self._tokenizer = tokenizer
+        self._context = context
+        self._lookups = lookups
+
+    def stream(
+        self,
+        tokens: Sequence[int],
+        settings: ReplySettings,
+        cache: Cache,
+        seen: int = 0,
+        heard: Callable[[int, str], None] = lambda token, text: None,
+    ) -> Iterator[Chunk]:
+        """The reply to `tokens`, of which `cache` has seen the first `seen`. Modifies `cache`.
+
+        `heard(token, text)` is told each token before its chunk is handed out.
+        """
+        text = TextStream(self._tokenizer, tokens, settings.stop)
+        room = settings.max_tokens
+        if self._context is not None:
+            room = min(room, self._context - len(tokens))
+        meter = _Meter(self._lookups, len(tokens), len(tokens) - seen)
+        sampler = Sampler(settings.sampling)
+        for sampled in self.decoder.generate(tokens[seen:], cache, sampler, before=tokens[:seen]):
+            meter.count()
+            ended = sampled.token in self._tokenizer.eos_token_ids
+            shown = "" if ended else text.add(sampled.token)
+            full = meter.generated == room
+            if ended or text.stopped or full:
+                shown += text.finish()  # the rest that was held back may itself complete a stop string
+            reason: FinishReason | None = "stop" if ended or text.stopped else "length" if full else None
+            heard(sampled.token, shown)
+            yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
+            if reason is not None:
+                return
+
+
+class _Meter:
+    """Times and counts of one reply."""
+
+    def __init__(self, lookups: Callable[[], tuple[int, int]], prompt_tokens: int, prefilled_tokens: int) -> None:
+        self._lookups = lookups
+        self._hits, self._misses = lookups()
+        self._prompt_tokens = prompt_tokens
+        self._prefilled_tokens = prefilled_tokens
+        self._start = self._first = self._last = time.perf_counter()
+        self.generated = 0
+
+    def count(self) -> None:
+        self.generated += 1
+        self._last = time.perf_counter()
+        if self.generated == 1:
+            self._first = self._last
+
+    def reading(self) -> dict[str, Any]:
+        """Chunk's fields of the same names."""
+        hits, misses = self._lookups()
+        ttft_s, decode_s = self._first - self._start, self._last - self._first
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens": self.generated,
+            "ttft_s": ttft_s,
+            "prompt_tokens_per_s": self._prefilled_tokens / ttft_s if ttft_s > 0 else 0.0,
+            "tokens_per_s": (self.generated - 1) / decode_s if decode_s > 0 else 0.0,
+            "expert_hit_rate": hit_rate(hits - self._hits, misses - self._misses),
+            "peak_memory_bytes": mx.get_peak_memory(),
+        }

@@ -1,0 +1,80 @@
+"""What an engine reports of itself: frozen facts, in the order people read them. Computes no more than sums."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxmoe.memory.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """One MoE layer's expert cache. A hit or miss is one expert wanted by one call (a chunk or a token).
+
+    `slots` of `num_experts` are in memory; with all of them the layer is resident and counts nothing.
+    """
+
+    path: str
+    num_experts: int
+    slots: int
+    hits: int
+    misses: int
+    evictions: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """All MoE layers, and their sums."""
+
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def hits(self) -> int:
+        return sum(layer.hits for layer in self.layers)
+
+    @property
+    def misses(self) -> int:
+        return sum(layer.misses for layer in self.layers)
+
+    @property
+    def evictions(self) -> int:
+        return sum(layer.evictions for layer in self.layers)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(layer.bytes_read for layer in self.layers)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of wanted experts that were in a slot; 1 where nothing was streamed."""
+        return hit_rate(self.hits, self.misses)
+
+    def as_dict(self) -> dict[str, Any]:
+        sums = {name: getattr(self, name) for name in ("hits", "misses", "evictions", "bytes_read", "hit_rate")}
+        return {**sums, "layers": [asdict(layer) for layer in self.layers]}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """The plan beside what is in use, in bytes.
+
+    `active_bytes`: arrays that MLX holds in this process; `pool_bytes`: freed buffers it keeps for reuse;
+    `peak_bytes`: the most that was active since the process began. `usable_bytes`: what the machine could give
+    another engine now.
+    """
+
+    plan: Plan
+    active_bytes: int
+    pool_bytes: int
+    peak_bytes: int
+    usable_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "plan": self.plan.as_dict()}
+
+
+def hit_rate(hits: int, misses: int) -> float:
+    """Share of hits; 1 where nothing was asked for."""
+    return hits / (hits + misses) if hits + misses else 1.0

@@ -1,0 +1,39 @@
+"""Fixtures that several rooms' tests share: the models, and stock mlx-lm's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from mlx_lm.utils import load as stock_load
+from tiny import make_tiny
+
+from mlxmoe import Engine, load
+from mlxmoe.hub import demo_folder
+
+# Examples take as long as the model takes: a deadline would time the machine, not the code.
+settings.register_profile("mlxmoe", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.load_profile("mlxmoe")
+
+
+@pytest.fixture(scope="session")
+def stock_demo() -> tuple[Any, Any]:
+    """mlx-lm's own model and tokenizer of the built-in demo model."""
+    model, tokenizer = stock_load(str(demo_folder()))
+    return model, tokenizer
+
+
+@pytest.fixture
+def demo() -> Iterator[Engine]:
+    """The demo model with a quarter of its experts in memory."""
+    with load(experts="25%") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen3_moe, not to be modified."""
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "tiny")

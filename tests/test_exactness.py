@@ -1,0 +1,252 @@
+"""The contract: streaming never changes a bit, whatever the capacity and whoever interrupts or interleaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxmoe import CheckpointReadError, Engine, load
+
+PROMPTS = ["In the beginning", "And it came to pass, that", "En el principio", "the LORD said unto Moses, " * 5]
+REPLY_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Engine]]:
+    """The demo model at every kind of capacity."""
+    opened = {experts: load(experts=experts) for experts in ("25%", "40%", "75%", "all")}
+    yield opened
+    for engine in opened.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(stock_demo: tuple[Any, Any]) -> dict[str, list[int]]:
+    """The tokens that mlx-lm's own generation gives for each prompt, greedily."""
+    return {prompt: stock_tokens(stock_demo, prompt, REPLY_TOKENS) for prompt in PROMPTS}
+
+
+def stock_tokens(stock: tuple[Any, Any], prompt: str, count: int) -> list[int]:
+    model, tokenizer = stock
+    return [response.token for response in stream_generate(model, tokenizer, prompt, max_tokens=count)]
+
+
+def tokens_of(engine: Engine, prompt: str, count: int = REPLY_TOKENS) -> list[int]:
+    return [chunk.token for chunk in engine.stream(prompt, max_tokens=count)]
+
+
+def consume_badly(engine: Engine) -> None:
+    for _ in engine.stream(PROMPTS[0]):
+        raise RuntimeError("mine")
+
+
+def generate_for_ever(engine: Engine, prompt: str) -> None:
+    while True:
+        tokens_of(engine, prompt, 200)
+
+
+def test_tokens_are_those_of_mlx_lm(engines: dict[str, Engine], expected: dict[str, list[int]]) -> None:
+    for experts, engine in engines.items():
+        for prompt in PROMPTS:
+            assert tokens_of(engine, prompt) == expected[prompt], experts
+
+
+def test_logits_are_those_of_mlx_lm_to_the_bit(engines: dict[str, Engine], stock_demo: tuple[Any, Any]) -> None:
+    model, tokenizer = stock_demo
+    tokens = tokenizer.encode(PROMPTS[3])[:100]
+    cache = make_prompt_cache(model)
+    prefill, last = model(mx.array([tokens[:-1]]), cache=cache)[0], model(mx.array([tokens[-1:]]), cache=cache)[0]
+    stock = mx.concatenate([prefill, last])
+    for engine in engines.values():
+        assert mx.array_equal(engine.logits(tokens), stock)
+
+
+def test_a_quarter_of_the_experts_really_streams(engines: dict[str, Engine]) -> None:
+    engine = engines["25%"]
+    before = engine.stats()
+    tokens_of(engine, PROMPTS[0], 40)
+    after = engine.stats()
+    assert after.misses > before.misses
+    assert after.evictions > before.evictions
+    assert sum(layer.slots for layer in after.layers) * 4 == sum(layer.num_experts for layer in after.layers)
+    assert after.bytes_read == after.misses * engine.plan.expert_bytes // sum(x.num_experts for x in after.layers)
+
+
+def test_a_resident_layer_is_stock_code(engines: dict[str, Engine]) -> None:
+    from mlx_lm.models.switch_layers import SwitchGLU
+
+    from mlxmoe.experts.layer import switch_modules
+
+    kinds = {type(module) for module in switch_modules(engines["all"].model).values()}
+    assert kinds == {SwitchGLU}
+
+
+def test_the_model_itself_can_be_called(engines: dict[str, Engine], stock_demo: tuple[Any, Any]) -> None:
+    tokens = mx.array([[5, 6, 7, 8]])
+    for engine in engines.values():
+        first, second = engine.model(tokens), engine.model(tokens + 90)  # built before either is evaluated
+        assert mx.array_equal(first, stock_demo[0](tokens))
+        assert mx.array_equal(second, stock_demo[0](tokens + 90))
+
+
+# What one of several streams does next: which stream, and whether it goes on or is left.
+steps = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["go", "go", "go", "leave"])), max_size=40)
+starts = st.lists(st.tuples(st.sampled_from(PROMPTS), st.booleans()), min_size=1, max_size=3)
+
+
+@settings(max_examples=200)
+@given(experts=st.sampled_from(["25%", "40%", "75%", "all"]), starts=starts, steps=steps)
+def test_interleaved_streams_each_give_what_they_give_alone(
+    engines: dict[str, Engine],
+    expected: dict[str, list[int]],
+    experts: str,
+    starts: list[tuple[str, bool]],
+    steps: list[tuple[int, str]],
+) -> None:
+    engine = engines[experts]
+    streams = [
+        (engine.session() if session else engine).stream(prompt, max_tokens=REPLY_TOKENS)
+        for prompt, session in starts
+    ]
+    heard: list[list[int]] = [[] for _ in streams]
+    for number, step in steps:
+        number %= len(streams)
+        if step == "leave":
+            streams[number].close()  # type: ignore[attr-defined]
+        elif (chunk := next(streams[number], None)) is not None:
+            heard[number].append(chunk.token)
+    for (prompt, _), tokens in zip(starts, heard, strict=True):
+        assert tokens == expected[prompt][: len(tokens)]
+    assert tokens_of(engine, starts[0][0]) == expected[starts[0][0]]
+
+
+def test_streams_of_two_threads_each_give_what_they_give_alone(
+    engines: dict[str, Engine], expected: dict[str, list[int]]
+) -> None:
+    for engine in engines.values():
+        heard: dict[str, list[int]] = {}
+
+        def say(prompt: str, engine: Engine = engine, heard: dict[str, list[int]] = heard) -> None:
+            heard[prompt] = tokens_of(engine, prompt)
+
+        threads = [threading.Thread(target=say, args=(prompt,)) for prompt in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert heard == expected
+
+
+def test_a_stream_may_move_to_another_thread(engines: dict[str, Engine], expected: dict[str, list[int]]) -> None:
+    stream = engines["25%"].stream(PROMPTS[0], max_tokens=REPLY_TOKENS)
+    heard = [next(stream).token for _ in range(4)]
+    thread = threading.Thread(target=lambda: heard.extend(chunk.token for chunk in stream))
+    thread.start()
+    thread.join()
+    assert heard == expected[PROMPTS[0]]
+
+
+def test_the_first_token_comes_before_the_second_pass(engines: dict[str, Engine], monkeypatch: Any) -> None:
+    engine = engines["25%"]
+    passes: list[int] = []
+    forward = engine._decoder._forward
+    monkeypatch.setattr(engine._decoder, "_forward", lambda t, c: (passes.append(len(t)), forward(t, c))[1])
+    stream = engine.stream([5, 6, 7, 8], max_tokens=5)
+    next(stream)
+    assert passes == [3, 1], "the prompt's prefill and its last token, nothing more"
+    next(stream)
+    assert passes == [3, 1, 1]
+
+
+def test_an_exception_in_the_consumer_leaves_the_engine_exact(
+    engines: dict[str, Engine], expected: dict[str, list[int]]
+) -> None:
+    for engine in engines.values():
+        with pytest.raises(RuntimeError, match="mine"):
+            consume_badly(engine)
+        assert tokens_of(engine, PROMPTS[1]) == expected[PROMPTS[1]]
+
+
+def test_a_failed_read_is_an_error_and_the_next_request_is_exact(
+    engines: dict[str, Engine], expected: dict[str, list[int]]
+) -> None:
+    engine = engines["25%"]
+    reads = 0
+
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal reads
+        reads += 1
+        if reads % 7 == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, buffers, offset)
+
+    session = engine.session()
+    for prompt in PROMPTS:
+        engine._reader._preadv = failing
+        with pytest.raises(CheckpointReadError, match="Input/output error"):
+            tokens_of(engine, prompt, 200)
+        with pytest.raises(CheckpointReadError):
+            session.generate(prompt, max_tokens=30)
+        engine._reader._preadv = os.preadv
+        assert tokens_of(engine, prompt) == expected[prompt]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05])
+def test_ctrl_c_at_any_moment_leaves_the_engine_exact(
+    engines: dict[str, Engine], expected: dict[str, list[int]], delay_s: float
+) -> None:
+    engine = engines["25%"]
+    for attempt in range(3):
+        timer = threading.Timer(delay_s + attempt * 0.0007, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_for_ever(engine, PROMPTS[attempt])
+        timer.join()
+        assert tokens_of(engine, PROMPTS[attempt]) == expected[PROMPTS[attempt]]
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the nth line that is run inside the expert cache."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Callable[..., Any] | None:
+        if "/mlxmoe/experts/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@settings(max_examples=60)
+@given(nth=st.integers(1, 3000))
+def test_an_interrupt_at_any_line_of_the_expert_cache_leaves_the_engine_exact(
+    engines: dict[str, Engine], expected: dict[str, list[int]], nth: int
+) -> None:
+    import sys
+
+    engine = engines["25%"]
+    tracer = Interrupts(nth)
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        tokens_of(engine, PROMPTS[nth % 4], 6)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    assert tokens_of(engine, PROMPTS[0]) == expected[PROMPTS[0]]

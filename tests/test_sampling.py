@@ -1,0 +1,116 @@
+"""Sampling: mlx-lm's distribution, seeds that hold, values that are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlxmoe import SamplingError, load
+from mlxmoe.sampling import Sampler, SamplingSettings
+
+LOGITS = mx.random.normal((1, 50), key=mx.random.key(5)) * 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": "hot"},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_k": True},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": -2.0},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": 1.5},
+    ],
+)
+def test_a_value_out_of_range_is_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError, match=next(iter(bad))):
+        SamplingSettings(**bad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 5},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 10},
+    ],
+)
+def test_draws_are_those_of_mlx_lm_with_the_same_key(settings: dict[str, Any]) -> None:
+    ours = Sampler(SamplingSettings(**settings, seed=3))
+    theirs = make_sampler(
+        temp=settings["temperature"],
+        top_p=settings.get("top_p", 0.0),
+        top_k=settings.get("top_k", 0),
+        min_p=settings.get("min_p", 0.0),
+    )
+    logprobs = LOGITS - mx.logsumexp(LOGITS, keepdims=True)
+    mx.random.seed(3)  # both split the same key in two for each draw
+    assert [ours(LOGITS, []).token for _ in range(40)] == [theirs(logprobs).item() for _ in range(40)]
+
+
+def test_greedy_takes_the_likeliest_and_its_logprob() -> None:
+    token, logprob = Sampler(SamplingSettings())(LOGITS, [])
+    assert token == mx.argmax(LOGITS).item()
+    assert logprob == pytest.approx((LOGITS[0, token] - mx.logsumexp(LOGITS)).item())
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+def test_a_minute_temperature_is_greedy_and_no_nan(temperature: float) -> None:
+    assert Sampler(SamplingSettings(temperature=temperature))(LOGITS, []).token == mx.argmax(LOGITS).item()
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    many = [Sampler(SamplingSettings(temperature=1.0, top_k=k, seed=1))(LOGITS, []).token for k in (0, 50, 10**6)]
+    assert len(set(many)) == 1
+
+
+def test_repetition_penalty_makes_the_same_token_less_likely() -> None:
+    best = int(mx.argmax(LOGITS).item())
+    plain = Sampler(SamplingSettings())(LOGITS, [best])
+    penalized = Sampler(SamplingSettings(repetition_penalty=100.0))(LOGITS, [best])
+    assert plain.token == best != penalized.token
+    worst = int(mx.argmin(LOGITS).item())
+    far_back = Sampler(SamplingSettings(repetition_penalty=100.0))(LOGITS, [best] + [worst] * 20)
+    assert far_back.token == best, "it looks back 20 tokens"
+
+
+def test_the_users_random_state_is_left_alone() -> None:
+    mx.random.seed(11)
+    expected = mx.random.uniform(shape=(3,)).tolist()
+    mx.random.seed(11)
+    sampler = Sampler(SamplingSettings(temperature=1.0, top_p=0.9, top_k=5, min_p=0.01, seed=4))
+    for _ in range(5):
+        sampler(LOGITS, [])
+    assert mx.random.uniform(shape=(3,)).tolist() == expected
+
+
+def test_a_seed_gives_the_same_text_at_every_capacity_and_when_interleaved() -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 42, "max_tokens": 20}
+    with load(experts="25%") as small, load(experts="all") as whole:
+        alone = [chunk.token for chunk in whole.stream("And God said", **options)]
+        one, two = small.stream("And God said", **options), small.stream("And God said", **options)
+        together = [(a.token, b.token) for a, b in zip(one, two, strict=True)]
+        assert together == [(token, token) for token in alone]
+        other = [chunk.token for chunk in whole.stream("And God said", **{**options, "seed": 43})]
+        assert other != alone
+
+
+def test_without_a_seed_texts_differ() -> None:
+    with load() as engine:
+        texts = {engine.generate("And", temperature=1.5, max_tokens=12) for _ in range(4)}
+    assert len(texts) > 1
