@@ -1,0 +1,1 @@
+"""The mlxmoe command: the only place that prints or exits."""

@@ -1,0 +1,100 @@
+"""The shape of the house: who may import whom, and what is public."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import mlxmoe
+
+PACKAGE = Path(mlxmoe.__file__).parent
+
+# A room may import rooms on lower floors, and modules of its own folder. Written from the top down.
+FLOORS = [
+    ["__main__"],
+    ["cli"],
+    ["__init__"],
+    ["verify", "engine"],
+    ["session"],
+    ["reply", "loading"],
+    ["decode", "hub", "stats", "text", "prompts"],
+    ["sampling", "registry", "experts"],
+    ["memory"],
+    ["errors"],
+]
+FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(file: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mlxmoe":
+            assert node.level == 0, f"{file}: imports are absolute"
+            parts = node.module.split(".")
+            if len(parts) > 1:
+                rooms.add(parts[1])
+            else:  # from mlxmoe import X: a module, or a name of the public surface
+                rooms |= {alias.name if alias.name in FLOOR_OF else "__init__" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("mlxmoe") for alias in node.names), f"{file}: write from ... import"
+    return rooms
+
+
+def test_every_room_is_on_a_floor() -> None:
+    rooms = {room_of(file) for file in PACKAGE.rglob("*.py")}
+    assert rooms == set(FLOOR_OF)
+
+
+def test_imports_go_down_only() -> None:
+    upward = [
+        f"{file.relative_to(PACKAGE)} (floor {FLOOR_OF[room]}) imports {other} (floor {FLOOR_OF[other]})"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for room in [room_of(file)]
+        for other in imported_rooms(file)
+        if other != room and FLOOR_OF[other] >= FLOOR_OF[room]
+    ]
+    assert upward == []
+
+
+def test_only_the_command_line_prints_or_exits() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if room_of(file) in ("cli", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("print", "exit", "quit"), f"{file}:{node.lineno}"
+
+
+def test_every_module_says_what_it_owns() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), f"{file} opens without a docstring"
+
+
+def test_public_surface_is_what_all_says() -> None:
+    public = {name for name in vars(mlxmoe) if not name.startswith("_")}
+    modules = {room for room in FLOOR_OF if room in vars(mlxmoe)}
+    assert set(mlxmoe.__all__) == (public - modules) | {"__version__"}
+    assert sorted(mlxmoe.__all__) == list(mlxmoe.__all__)
+
+
+def test_errors_are_one_tree_drawn_in_the_docstring() -> None:
+    from mlxmoe import errors
+
+    parents: dict[str, str] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if drawn := re.match(r"[\s│├└─]*(\w+Error)\b", line):
+            del path[drawn.start(1) // 4 - 1 :]
+            parents[drawn[1]] = path[-1] if path else "Exception"
+            path.append(drawn[1])
+    defined = {name: value.__base__.__name__ for name, value in vars(errors).items() if isinstance(value, type)}
+    assert parents == defined
+
+
+def test_typed_marker_ships() -> None:
+    assert (PACKAGE / "py.typed").exists()
