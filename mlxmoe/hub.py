@@ -1,6 +1,8 @@
 """From what the user calls a model to a local folder: the built-in demo, a folder, or a hub id. Knows no MLX.
 
-Downloads are huggingface-hub's own: they resume, they are cached, and `HF_HUB_OFFLINE=1` keeps them local.
+Downloads are huggingface-hub's own: cached, taken up again after a broken connection, and kept local by
+`HF_HUB_OFFLINE=1`. It throws away a file that is not whole when the process ends; so files come one after the other
+here, and an interrupted download loses one of them, not all.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     DryRunError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -82,14 +83,16 @@ def _download(repo: str, revision: str | None, progress: Progress | None) -> Pat
         offline = constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub ({constants.ENDPOINT}) cannot be reached"
         raise DownloadError(
-            f"{what} is not (or not wholly) on this machine, and {reason}. What is already here is kept: "
+            f"{what} is not (or not wholly) on this machine, and {reason}. Files that are here are kept: "
             f"run it again when online, or give a local folder."
         ) from error
+    except DownloadError:
+        raise
     except HFValidationError as error:
         raise ModelNotFoundError(f"{repo} is neither a folder nor a hub id: {error}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the network's and the disk's many ways to fail, through several libraries
         raise DownloadError(
-            f"Downloading {what} stopped: {error}. What has arrived is kept: run it again to go on."
+            f"Downloading {what} stopped: {_brief(error)}. Files that are whole are kept: run it again."
         ) from error
 
 
@@ -107,13 +110,15 @@ def _refuse_full_disk(repo: str, revision: str | None) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     present = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(present).free
-    blobs = cache / constants.REPO_ID_SEPARATOR.join(["models", *repo.split("/")]) / "blobs"
-    need = max(0, wanted - sum(path.stat().st_size for path in blobs.glob("*.incomplete")))
-    if need and need + DISK_MARGIN_BYTES > free:
+    if wanted and wanted + DISK_MARGIN_BYTES > free:
         raise DownloadError(
-            f"{repo} needs {format_bytes(need)} more on disk, but {present} has {format_bytes(free)} free "
+            f"{repo} needs {format_bytes(wanted)} more on disk, but {present} has {format_bytes(free)} free "
             f"(and {format_bytes(DISK_MARGIN_BYTES)} should stay so). Free some, or set HF_HOME to a larger disk."
         )
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _silent_bar(progress: Progress | None) -> type[Any]:

@@ -161,7 +161,11 @@ def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.M
         raise CheckpointError(f"The weights in {path} are not what its config.json says: {_brief(error)}") from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"The weights in {path} cannot be read: {_brief(error)}") from error
-    except Exception as error:  # whatever a definition makes of a config that it was not written for
+    except Exception as error:  # whatever a definition makes of a config or weights that it was not written for
+        if isinstance(error, KeyError) and "." in str(error):
+            raise CheckpointError(
+                f"{path}: the weights have no tensor {error}, which {kind} needs. Download the model again."
+            ) from error
         raise ModelError(
             f"mlx-lm could not build a {kind} model from {path}/config.json: {type(error).__name__}: {_brief(error)}"
         ) from error

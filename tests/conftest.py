@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from tiny import make_tiny
 
 from mlxmoe import Engine, load
 from mlxmoe.hub import demo_folder
+
+TOOLS = Path(__file__).parent.parent / "tools"
 
 # Examples take as long as the model takes: a deadline would time the machine, not the code.
 settings.register_profile("mlxmoe", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -37,3 +41,16 @@ def demo() -> Iterator[Engine]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random qwen3_moe, not to be modified."""
     return make_tiny(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of 1 GB, made by the project's own tool."""
+    folder = tmp_path_factory.mktemp("synthetic") / "gigabyte"
+    run_tool("make_synthetic.py", str(folder), "--preset", "1gb")
+    return folder
+
+
+def run_tool(name: str, *arguments: str) -> None:
+    """Run one of tools/ as a user would."""
+    subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, capture_output=True)

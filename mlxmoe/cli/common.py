@@ -108,7 +108,7 @@ def _leave_quietly() -> None:
 
 def parse_experts(text: str) -> int | str:
     """The --experts option as load() takes it: a plain number is bytes."""
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -41,19 +42,29 @@ def _print(report: VerifyReport) -> None:
     out = Console(highlight=False)
     if not report.whole:
         out.print("Each MoE layer compared by itself, on its real inputs (the whole model twice does not fit):")
-    table = Table("experts", "slots", "part", "values", "differing", "largest", "misses", "evictions")
-    for column in table.columns[3:]:
-        column.justify = "right"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("experts", "slots", "part"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("values", "differ", "largest", "misses", "evicted"):
+        table.add_column(heading, no_wrap=True, justify="right")
     for row in report.rows:
         low, high = row.slots
         table.add_row(
-            row.experts, f"{low}" if low == high else f"{low}-{high}", row.part, f"{row.values:,}",
-            f"{row.differing:,}", f"{row.largest:.3g}", f"{row.misses:,}", f"{row.evictions:,}",
+            row.experts,
+            f"{low}" if low == high else f"{low}-{high}",
+            row.part,
+            f"{row.values:,}",
+            f"{row.differing:,}",
+            f"{row.largest:.2g}",
+            f"{row.misses:,}",
+            f"{row.evictions:,}",
             style="red" if row.differing else None,
-        )  # fmt: skip
+        )
     out.print(table)
     if report.identical:
-        out.print(f"{report.model}: bit-identical to stock mlx-lm, {report.values:,} values compared.")
+        out.print(
+            f"{report.model}: bit-identical to stock mlx-lm, {report.values:,} values compared.", soft_wrap=True
+        )
     else:
         worst = sum(row.differing for row in report.rows)
-        out.print(f"{report.model}: {worst:,} of {report.values:,} values DIFFER from stock mlx-lm.")
+        out.print(f"{report.model}: {worst:,} of {report.values:,} values DIFFER from stock mlx-lm.", soft_wrap=True)

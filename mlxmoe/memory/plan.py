@@ -95,24 +95,24 @@ def expert_budget(experts: int | float | str, layers: Sequence[MoeLayer], auto_b
 def divide_slots(budget_bytes: int, layers: Sequence[MoeLayer]) -> dict[str, int]:
     """Slots of each layer's bank: the same share of every layer, at least top_k, together within the budget.
 
-    What rounding leaves over goes to the layers with the smallest share, a slot each while one fits.
+    What rounding leaves over goes to the layers with the smallest share, a slot each first.
     """
     total = sum(layer.nbytes for layer in layers)
     slots = {
         layer.path: min(layer.num_experts, max(layer.top_k, budget_bytes * layer.num_experts // total))
         for layer in layers
     }
-    used = sum(slots[layer.path] * layer.expert_bytes for layer in layers)
-    by_share = sorted(layers, key=lambda layer: slots[layer.path] / layer.num_experts, reverse=True)
-    for layer in by_share:  # where floors took more than their share, the largest banks give it back
-        excess = -(-(used - budget_bytes) // layer.expert_bytes)
-        give = max(0, min(excess, slots[layer.path] - layer.top_k))
+    room = budget_bytes - sum(slots[layer.path] * layer.expert_bytes for layer in layers)
+    by_share = sorted(layers, key=lambda layer: slots[layer.path] / layer.num_experts)
+    for layer in reversed(by_share):  # where floors took more than their share, the largest banks give it back
+        give = max(0, min(-(room // layer.expert_bytes), slots[layer.path] - layer.top_k))
         slots[layer.path] -= give
-        used -= give * layer.expert_bytes
-    for layer in reversed(by_share):
-        if slots[layer.path] < layer.num_experts and used + layer.expert_bytes <= budget_bytes:
-            slots[layer.path] += 1
-            used += layer.expert_bytes
+        room += give * layer.expert_bytes
+    for most in (1, max(layer.num_experts for layer in layers)):
+        for layer in by_share:
+            take = min(most, room // layer.expert_bytes, layer.num_experts - slots[layer.path])
+            slots[layer.path] += take
+            room -= take * layer.expert_bytes
     return slots
 
 

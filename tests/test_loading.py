@@ -1,0 +1,214 @@
+"""Loading a folder: what is wrong with it is said before anything large is read, and little memory is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny import QWEN3_MOE, copy_folder, make_tiny, save
+
+from mlxmoe import (
+    CheckpointError,
+    MlxMoeError,
+    ModelError,
+    ModelNotFoundError,
+    PromptError,
+    UnsupportedModelError,
+    load,
+)
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    return dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
+
+
+def config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, mx.array]], None]) -> None:
+    tensors = weights(folder)
+    mx.eval(tensors)
+    change(tensors)
+    save(folder, tensors, json.loads((folder / "config.json").read_text()))
+
+
+UP = "model.layers.1.mlp.switch_mlp.up_proj"
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 50_000)
+
+
+def break_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 5) + b"hello" + bytes(100))
+
+
+def drop_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.__delitem__(f"{UP}.weight"))
+
+
+def fewer_experts(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({f"{UP}.weight": tensors[f"{UP}.weight"][:5]}))
+
+
+def signed_weight(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({f"{UP}.weight": tensors[f"{UP}.weight"].astype(mx.int32)}))
+
+
+def integer_norm(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": mx.ones((64,), dtype=mx.int32)}))
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[MlxMoeError], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), ModelNotFoundError, "no config.json"),
+    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), ModelError, "not readable JSON"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "no model_type"),
+    "config without a type": (lambda f: (f / "config.json").write_text("{}"), ModelError, "no model_type"),
+    "unknown type": (lambda f: config(f, model_type="gpt9"), UnsupportedModelError, r"gpt9.*mlxmoe models"),
+    "a type that is a path": (lambda f: config(f, model_type="../x"), UnsupportedModelError, "does not know"),
+    "own code": (lambda f: config(f, model_file="x.py"), UnsupportedModelError, "trust_remote_code"),
+    "a config that lacks a key": (
+        lambda f: (f / "config.json").write_text('{"model_type": "qwen3_moe"}'), ModelError, "could not build"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, r"no model\*\.safetensors"),
+    "truncated": (truncate, CheckpointError, r"truncated: its header describes \d+ bytes, the file has 50000"),
+    "broken header": (break_header, CheckpointError, "not JSON"),
+    "tensor missing": (drop_tensor, CheckpointError, f"no tensor '{UP}.weight'"),
+    "other shape": (fewer_experts, CheckpointError, "not what its config.json says"),
+    "other dtype": (signed_weight, CheckpointError, f"{UP}.weight is stored as int32"),
+    "integer norm": (integer_norm, CheckpointError, "model.norm.weight is stored as int32"),
+    "other number of layers": (lambda f: config(f, num_hidden_layers=4), CheckpointError, "layers.3"),
+    "tokenizer missing": (lambda f: (f / "tokenizer.json").unlink(), ModelError, "tokenizer"),
+    "tokenizer broken": (lambda f: (f / "tokenizer.json").write_text("{"), ModelError, "tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+@pytest.mark.parametrize("experts", ["all", "50%"])
+def test_a_bad_folder_is_refused_by_name(tiny: Path, tmp_path: Path, name: str, experts: str) -> None:
+    damage, error, says = BAD_FOLDERS[name]
+    folder = copy_folder(tiny, tmp_path / "model")
+    damage(folder)
+    threads = threading.active_count()
+    with pytest.raises(error, match=says) as caught:
+        load(folder, experts=experts)
+    assert "model" in str(caught.value)
+    assert threading.active_count() == threads
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        load(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="There is no folder"):
+        load(tmp_path / "absent")
+    with pytest.raises(ModelNotFoundError, match="There is no folder"):
+        load("one-word")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        load(tmp_path / "file")
+    with pytest.raises(ModelNotFoundError, match="revision="):
+        load(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize(("context", "says"), [(1, "At least 2"), (True, "At least 2"), (513, "made for 512")])
+def test_a_context_that_makes_no_sense_is_refused(tiny: Path, context: int, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        load(tiny, context=context)
+
+
+def test_experts_in_another_layout_are_refused_by_name_or_loaded_whole(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "hf", bits=None)
+    tensors = weights(folder)
+    mx.eval(tensors)
+    for name in [name for name in tensors if "switch_mlp" in name]:
+        stacked = tensors.pop(name)
+        for expert in range(stacked.shape[0]):
+            tensors[name.replace("switch_mlp", f"experts.{expert}")] = stacked[expert]
+    save(folder, tensors, QWEN3_MOE)
+    with pytest.raises(
+        UnsupportedModelError, match=r"layout that cannot be read in place.*mlx_lm\.convert --hf-path"
+    ):
+        load(folder, experts="50%")
+    with load(folder, experts="all") as engine:
+        assert engine.generate([5, 6], max_tokens=3) is not None
+
+
+def test_a_config_with_experts_and_a_model_without_is_refused(tmp_path: Path) -> None:
+    dense = {**QWEN3_MOE, "model_type": "qwen3"}
+    folder = make_tiny(tmp_path / "odd", dense)
+    with pytest.raises(UnsupportedModelError, match="num_experts=8"):
+        load(folder)
+
+
+def test_a_dense_model_streams_without_the_expert_machinery(tmp_path: Path) -> None:
+    dense = {key: value for key, value in QWEN3_MOE.items() if "expert" not in key} | {"model_type": "qwen3"}
+    with load(make_tiny(tmp_path / "dense", dense)) as engine:
+        assert len(list(engine.stream([1, 2, 3], max_tokens=4))) == 4
+        assert engine.stats().layers == ()
+
+
+def test_unaligned_data_is_read_right(tiny: Path, tmp_path: Path) -> None:
+    """A header of any length: the data starts at an odd byte."""
+    folder = copy_folder(tiny, tmp_path / "odd")
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    path.write_bytes(struct.pack("<Q", length + 1) + raw[8 : 8 + length] + b" " + raw[8 + length :])
+    with load(tiny, experts="50%") as even, load(folder, experts="50%") as odd:
+        assert mx.array_equal(even.logits(list(range(50))), odd.logits(list(range(50))))
+
+
+def test_symlinked_folders_are_read_as_the_hub_cache_lays_them(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for file in tiny.iterdir():
+        (folder / file.name).symlink_to(file)
+    with load(folder, experts="50%") as engine, load(tiny, experts="all") as whole:
+        assert mx.array_equal(engine.logits([5, 6, 7]), whole.logits([5, 6, 7]))
+
+
+def test_progress_ends_at_the_whole(tiny: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with load(tiny, progress=lambda *report: seen.append(report)) as engine:
+        total = engine.plan.trunk_bytes + engine.plan.expert_bytes
+    assert seen[-1] == ("load", total, total)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(tiny: Path) -> None:
+    with load(tiny) as engine, pytest.raises(PromptError, match="from 0 to 2047"):
+        engine.stream([2048])
+
+
+PEAK = """
+import resource, sys
+import mlx.core as mx
+import mlx_lm, transformers
+from mlxmoe import load
+scale = 1024 if sys.platform == "linux" else 1
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+engine = load(sys.argv[1], experts=sys.argv[2])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+plan = engine.plan
+print(peak - before, mx.get_peak_memory(), plan.trunk_bytes + plan.bank_bytes, plan.expert_bytes)
+"""
+
+
+@pytest.mark.parametrize("experts", ["12.5%", "50%", "all"])
+def test_loading_never_holds_more_than_trunk_and_banks(gigabyte: Path, experts: str) -> None:
+    """Of the process's own peak, in a process of its own; the bound is trunk + banks + 150 MB."""
+    command = [sys.executable, "-c", PEAK, str(gigabyte), experts]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    process_bytes, mlx_bytes, planned_bytes, expert_bytes = map(int, out.split())
+    assert expert_bytes > 900_000_000
+    assert mlx_bytes <= planned_bytes + 1_000_000
+    assert process_bytes <= planned_bytes + 150_000_000

@@ -1,0 +1,124 @@
+"""Dividing a budget: never more than it, never less than one token needs, nothing rounded in the user's disfavour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mlxmoe.errors import MemoryBudgetError
+from mlxmoe.memory.plan import MoeLayer, divide_slots, expert_budget, make_plan
+from mlxmoe.memory.reading import usable_bytes
+from mlxmoe.memory.sizes import format_bytes, parse_bytes
+
+
+@st.composite
+def model_layers(draw: st.DrawFn) -> list[MoeLayer]:
+    layers = []
+    for number in range(draw(st.integers(1, 6))):
+        experts = draw(st.integers(1, 40))
+        layers.append(
+            MoeLayer(f"layers.{number}", experts, draw(st.integers(1, experts)), draw(st.integers(1, 1000)))
+        )
+    return layers
+
+
+@given(layers=model_layers(), share=st.floats(0, 1))
+def test_slots_keep_to_the_budget_and_to_one_tokens_need(layers: list[MoeLayer], share: float) -> None:
+    floor, total = sum(layer.floor_bytes for layer in layers), sum(layer.nbytes for layer in layers)
+    budget = floor + round(share * (total - floor))
+    slots = divide_slots(budget, layers)
+    assert all(layer.top_k <= slots[layer.path] <= layer.num_experts for layer in layers)
+    used = sum(slots[layer.path] * layer.expert_bytes for layer in layers)
+    assert used <= budget
+    room = budget - used
+    assert all(slots[x.path] == x.num_experts or x.expert_bytes > room for x in layers), "no slot's worth is wasted"
+
+
+@given(layers=model_layers())
+def test_the_whole_budget_makes_every_layer_resident(layers: list[MoeLayer]) -> None:
+    slots = divide_slots(sum(layer.nbytes for layer in layers), layers)
+    assert all(slots[layer.path] == layer.num_experts for layer in layers)
+
+
+@given(count=st.integers(2, 64), layers=st.integers(1, 8))
+def test_equal_layers_get_equal_shares(count: int, layers: int) -> None:
+    model = [MoeLayer(f"layers.{n}", count, 1, 1000) for n in range(layers)]
+    assume(count * 1000 * layers // 2 >= layers * 1000)
+    slots = divide_slots(count * 1000 * layers // 2, model).values()
+    assert max(slots) - min(slots) <= 1
+
+
+LAYERS = [MoeLayer(f"layers.{n}", 8, 2, 1000) for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("experts", "grant"),
+    [("auto", 9000), ("all", 32000), ("25%", 8000), (0.5, 16000), (12345, 12345), ("12kB", 12000), ("1TB", 32000)],
+)
+def test_what_experts_grants(experts: Any, grant: int) -> None:
+    assert expert_budget(experts, LAYERS, auto_bytes=9000) == grant
+
+
+def test_too_small_a_budget_says_what_one_token_needs() -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        expert_budget("7kB", LAYERS, auto_bytes=0)
+    assert str(caught.value) == (
+        "Expert budget is 7.0 kB, but one token needs 8.0 kB (2 experts x 4 layers). "
+        "Raise experts= to 8000 bytes or 25% or more."
+    )
+
+
+def plan(**options: Any) -> Any:
+    return make_plan(
+        LAYERS,
+        **{"trunk_bytes": 1000, "kv_bytes": 500, "prefill_bytes": 500, "context": 64, "experts": "auto"} | options,
+    )
+
+
+@given(memory=st.integers(0, 50_000))
+def test_a_plan_keeps_to_its_memory_or_is_refused(memory: int) -> None:
+    if memory < 10_000:
+        with pytest.raises(MemoryBudgetError, match="one token's experts"):
+            plan(memory_bytes=memory)
+    else:
+        made = plan(memory_bytes=memory)
+        assert made.total_bytes <= memory
+        assert made.bank_bytes == sum(slots * 1000 for slots in made.slots.values())
+
+
+def test_experts_that_do_not_fit_the_memory_are_refused_with_what_would() -> None:
+    with pytest.raises(MemoryBudgetError, match="Lower experts= to 18000 bytes"):
+        plan(memory_bytes=20_000, experts="all")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("12GB", 12 * 10**9), ("1.5 GiB", 3 * 2**29), ("100", 100), (" 7kb ", 7000), (5, 5), ("0.5M", 500_000)],
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, count: int) -> None:
+    assert parse_bytes(text, "memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "12 parsecs", "-1GB", "1e9", "0", 0, -5, None, 1.5, True, "1,5GB", "٣GB"])
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(MemoryBudgetError, match="memory="):
+        parse_bytes(text, "memory")
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 999, 1000, 12_345_678, 22_100_000_000)] == [
+        "0 bytes", "999 bytes", "1.0 kB", "12.3 MB", "22.1 GB",
+    ]  # fmt: skip
+
+
+def test_usable_memory_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Machine:
+        total, available = 32 * 2**30, 20 * 2**30
+
+    monkeypatch.setattr("mlxmoe.memory.reading.psutil.virtual_memory", lambda: Machine)
+    assert usable_bytes() == 20 * 2**30 - int(3.2 * 2**30)
+    Machine.available = 2**29
+    assert usable_bytes() == 0
