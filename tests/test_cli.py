@@ -1,0 +1,140 @@
+"""The command as a user types it: words to stdout, the rest to stderr, one message and a code for an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BEGINNING = ["generate", "In the beginning", "--max-tokens", "12"]
+
+
+def mlxmoe(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mlxmoe", *arguments],
+        capture_output=True, text=True, timeout=120, input=stdin,
+        env={**os.environ, "COLUMNS": "80"},
+    )  # fmt: skip
+
+
+def test_generate_prints_the_same_at_every_expert_budget() -> None:
+    sampled = [*BEGINNING, "--temperature", "0.8", "--seed", "1"]
+    small, whole = mlxmoe(*sampled, "--experts", "25%"), mlxmoe(*sampled, "--experts", "all")
+    assert small.returncode == whole.returncode == 0
+    assert small.stdout == whole.stdout != ""
+    assert "24 of 96 in memory" in small.stderr
+    assert "all in memory" in whole.stderr
+    assert "expert hits" in small.stderr
+
+
+def test_quiet_says_nothing_but_the_words() -> None:
+    done = mlxmoe(*BEGINNING, "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_prompt_may_come_from_stdin() -> None:
+    assert (
+        mlxmoe("generate", "-", "-q", "--max-tokens", "12", stdin="In the beginning").stdout
+        == mlxmoe(*BEGINNING, "-q").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["generate", ""], 2, "Error: The prompt is empty"),
+        ([*BEGINNING, "--temperature", "-1"], 2, "Error: temperature=-1.0 is out of range"),
+        ([*BEGINNING, "--model", "/nowhere/at/all"], 3, "Error: There is no folder /nowhere/at/all"),
+        ([*BEGINNING, "--experts", "1%"], 5, "Error: Expert budget is"),
+        ([*BEGINNING, "--experts", "²"], 5, "is not a size"),
+        ([*BEGINNING, "--memory", "1MB"], 5, "Error: The memory budget is 1.0 MB"),
+        (["chat", "--system", "Be brief."], 2, "no chat template"),
+        (["nonsense"], 2, "No such command"),
+    ],
+)
+def test_an_error_is_one_message_and_a_code(arguments: list[str], code: int, says: str) -> None:
+    done = mlxmoe(*arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = mlxmoe("generate", "", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "PromptError" in done.stderr
+
+
+def test_ctrl_c_ends_a_reply_with_130_and_keeps_what_was_said() -> None:
+    command = [sys.executable, "-m", "mlxmoe", "generate", "And", "--max-tokens", "250"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + out).endswith("\n")
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m mlxmoe generate And --max-tokens 200 -q | head -c 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_chat_reads_turns_from_stdin_and_goes_on() -> None:
+    done = mlxmoe(
+        "chat", "--temperature", "0", "--max-tokens", "6", stdin="In the beginning\n/stats\n\n/reset\nx\n/exit\nno"
+    )
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 2
+    assert "continues what you write" in done.stderr
+    assert "misses" in done.stderr
+
+
+def test_verify_prints_a_table_and_the_number_of_values(tiny: Path) -> None:
+    done = mlxmoe("verify", str(tiny))
+    assert done.returncode == 0, done.stderr
+    assert "bit-identical to stock mlx-lm" in done.stdout
+    assert "decode 64" in done.stdout
+    layers = mlxmoe("verify", str(tiny), "--layers")
+    assert "Each MoE layer compared by itself" in layers.stdout
+
+
+def test_verify_exits_with_1_on_a_difference(tiny: Path) -> None:
+    broken = (
+        "import sys; sys.path.insert(0, 'tests'); import mlxmoe.cli.verify as cli, functools, test_verify\n"
+        "cli.run_verify = functools.partial(cli.run_verify, before_run=test_verify.flip_a_byte)\n"
+        f"sys.argv = ['mlxmoe', 'verify', {str(tiny)!r}]\n"
+        "from mlxmoe.cli.main import main; main()"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "DIFFER from stock mlx-lm" in done.stdout
+
+
+def test_models_lists_what_mlx_lm_defines() -> None:
+    done = mlxmoe("models")
+    assert done.returncode == 0
+    for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"):
+        assert name in done.stdout
+
+
+def test_the_first_words_come_before_the_last_are_made() -> None:
+    command = [sys.executable, "-m", "mlxmoe", "generate", "And", "--max-tokens", "250", "-q"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    first = time.monotonic()
+    process.communicate(timeout=120)
+    assert time.monotonic() > first
+    assert process.returncode == 0
