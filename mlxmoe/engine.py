@@ -31,6 +31,7 @@ def load(
     context: int | None = None,
     progress: Progress | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Engine:
     """Load a model: a local folder, a hub id, or nothing for the built-in demo model.
@@ -39,7 +40,8 @@ def load(
     share such as 0.25 or "25%". Fewer are slower, and change no word. `memory`: the most the engine may use, bytes or
     "24GB"; by default what the machine can give now, less a reserve. `context`: tokens, prompt and reply, that must
     fit; by default what the model was made for. `progress(stage, done_bytes, total_bytes)`: called during download
-    and loading. `revision`: of a hub id. `trust_remote_code`: run model code that comes with the weights.
+    and loading. `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
+    `trust_remote_code`: run model code that comes with the weights.
 
     Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
     """
@@ -52,6 +54,7 @@ def load(
             memory_bytes=memory_bytes,
             context=context,
             progress=progress,
+            adapter=None if adapter is None else Path(adapter).expanduser(),
             trust_remote_code=trust_remote_code,
         )
     )

@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mlxmoe.errors import (
     CheckpointError,
@@ -82,13 +82,14 @@ def load_folder(
     memory_bytes: int,
     context: int | None = None,
     progress: Progress | None = None,
+    adapter: Path | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
-    opened = open_folder(path, context=context, trust_remote_code=trust_remote_code)
+    opened = open_folder(path, context=context, adapter=adapter, trust_remote_code=trust_remote_code)
     plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
@@ -109,13 +110,17 @@ def load_folder(
     return LoadedModel(opened.model, tokenizer, opened.config, path, plan, opened.layers, streams, reader)
 
 
-def open_folder(path: Path, *, context: int | None = None, trust_remote_code: bool = False) -> OpenedModel:
+def open_folder(
+    path: Path, *, context: int | None = None, adapter: Path | None = None, trust_remote_code: bool = False
+) -> OpenedModel:
     """Look at the model in folder `path` without reading a weight. Raises ModelError and its kin."""
     config = read_config(path)
     checkpoint = read_checkpoint(path)
     model, config = _build_lazily(path, config, trust_remote_code)
     modules = switch_modules(model)
     _refuse_hidden_experts(path, config, modules)
+    if adapter is not None:
+        _apply_adapter(model, modules, adapter)
     context = _context_limit(path, config, context)
     layers, kv_bytes = _probe(model, modules, context)
     trunk_bytes = _trunk_bytes(model, layers)
@@ -207,6 +212,27 @@ def _refuse_hidden_experts(path: Path, config: dict[str, Any], modules: Mapping[
         raise UnsupportedModelError(
             f"{path} ({config['model_type']}) says {key}={count}, but mlx-lm's definition holds its experts in no "
             f"module that can stream (SwitchGLU or SwitchMLP)."
+        )
+
+
+def _apply_adapter(model: nn.Module, modules: Mapping[str, nn.Module], adapter: Path) -> None:
+    """Put a LoRA, DoRA or full fine-tune of trunk modules on the lazy model, by mlx-lm's own code."""
+    before = {path: set(dict(tree_flatten(module.parameters()))) for path, module in modules.items()}
+    try:
+        named = cast(dict[str, mx.array], mx.load(str(adapter / "adapters.safetensors")))
+        load_adapters(model, str(adapter))
+    except Exception as error:  # files, config keys and shapes, each with an error of its own
+        raise ModelError(
+            f"The adapter in {adapter} cannot be put on this model: {type(error).__name__}: {_brief(error)}"
+        ) from error
+    model.eval()
+    touched = [name for name in named if any(name.startswith(f"{path}.") for path in modules)]
+    grown = [path for path, names in before.items() if set(dict(tree_flatten(modules[path].parameters()))) != names]
+    if touched or grown:
+        raise UnsupportedModelError(
+            f"The adapter in {adapter} changes routed experts ({(touched or grown)[0]}), which are read from the "
+            f"model's own files. Fuse it into the weights once with `mlx_lm.fuse`, or train one that leaves the "
+            f"experts alone."
         )
 
 

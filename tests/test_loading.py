@@ -126,23 +126,6 @@ def test_a_context_that_makes_no_sense_is_refused(tiny: Path, context: int, says
         load(tiny, context=context)
 
 
-def test_experts_in_another_layout_are_refused_by_name_or_loaded_whole(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "hf", bits=None)
-    tensors = weights(folder)
-    mx.eval(tensors)
-    for name in [name for name in tensors if "switch_mlp" in name]:
-        stacked = tensors.pop(name)
-        for expert in range(stacked.shape[0]):
-            tensors[name.replace("switch_mlp", f"experts.{expert}")] = stacked[expert]
-    save(folder, tensors, QWEN3_MOE)
-    with pytest.raises(
-        UnsupportedModelError, match=r"layout that cannot be read in place.*mlx_lm\.convert --hf-path"
-    ):
-        load(folder, experts="50%")
-    with load(folder, experts="all") as engine:
-        assert engine.generate([5, 6], max_tokens=3) is not None
-
-
 def test_a_config_with_experts_and_a_model_without_is_refused(tmp_path: Path) -> None:
     dense = {**QWEN3_MOE, "model_type": "qwen3"}
     folder = make_tiny(tmp_path / "odd", dense)

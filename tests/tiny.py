@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,17 +38,36 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def make_tiny(
-    folder: Path, config: dict[str, Any] | None = None, *, bits: int | None = 4, dtype: mx.Dtype = mx.float32
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    *,
+    bits: int | None = 4,
+    quantization: dict[str, Any] | Literal["default"] | None = "default",
+    predicate: Callable[[str, nn.Module], dict[str, Any] | bool] = lambda path, module: True,
+    dtype: mx.Dtype = mx.float32,
 ) -> Path:
-    """Write a random checkpoint of `config` (default: a qwen3_moe) to `folder`, with the demo's tokenizer."""
+    """Write a random checkpoint of `config` (default: a qwen3_moe) to `folder`, with the demo's tokenizer.
+
+    `bits`: of groups of 32, None for none; `quantization` says more than that, and `predicate` says for each module
+    whether and how.
+    """
     config = dict(QWEN3_MOE if config is None else config)
+    if quantization == "default":
+        quantization = None if bits is None else {"group_size": 32, "bits": bits}
     mx.random.seed(7)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     model.set_dtype(dtype)
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
-        config["quantization"] = {"group_size": 32, "bits": bits}
+    if quantization is not None:
+        config["quantization"] = dict(quantization)
+
+        def decide(path: str, module: nn.Module) -> dict[str, Any] | bool:
+            decision = predicate(path, module) if hasattr(module, "to_quantized") else False
+            if decision is not True and hasattr(module, "to_quantized"):
+                config["quantization"][path] = decision
+            return decision
+
+        nn.quantize(model, **quantization, class_predicate=decide)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder, dict(tree_flatten(model.parameters())), config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
