@@ -1,4 +1,4 @@
-"""Mixture-of-Experts language models larger than the machine's memory: exact, and never swapping.
+"""Mixture-of-Experts language models, also larger than the machine's memory, with the words of the whole model.
 
 from mlxmoe import load
 

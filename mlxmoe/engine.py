@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.decode import Decoder
-from mlxmoe.errors import EngineClosedError
+from mlxmoe.experts.bank import BankCounters
 from mlxmoe.hub import Progress, resolve
-from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder, vocab_size
+from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
-from mlxmoe.reply import Chunk, Replier, ReplySettings
+from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def load(
@@ -72,26 +76,18 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self.plan: Plan = loaded.plan
-        self._model: nn.Module = loaded.model
         self._layers = loaded.layers
-        self._streams = dict(loaded.streams)
+        self._counters = {path: stream.bank.counters for path, stream in loaded.streams.items()}
         self._reader = loaded.reader
-        self._closed = False
-        self._decoder = Decoder(
-            loaded.model, loaded.streams.values(), chunk_tokens=chunk_tokens, check=self._refuse_closed
-        )
+        self._decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=chunk_tokens)
         context = loaded.plan.context
-        self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, vocab_size(loaded.config), context)
+        self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, self._lookups)
 
     @property
     def model(self) -> nn.Module:
-        """mlx-lm's model, callable with caches as mlx-lm's are. Raises EngineClosedError.
-
-        Evaluate what it returns in the thread that called it, before another thread uses the engine.
-        """
-        self._refuse_closed()
-        return self._model
+        """mlx-lm's model, callable with caches as mlx-lm's are. Raises EngineClosedError."""
+        return self._decoder.model
 
     def stream(
         self,
@@ -117,7 +113,7 @@ class Engine:
         Raises PromptError or SamplingError at once. While running it may raise CheckpointReadError if the disk fails;
         the engine still answers the next request.
         """
-        settings = ReplySettings.make(
+        settings = ReplySettings.check(
             max_tokens=max_tokens,
             stop=stop,
             temperature=temperature,
@@ -127,40 +123,38 @@ class Engine:
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        self._refuse_closed()
         return self._replier.stream(self._prompts.encode(prompt, raw), settings, self._decoder.new_cache())
 
-    def generate(self, prompt: Prompt, **options: Any) -> str:
+    def generate(self, prompt: Prompt, *, raw: bool = False, **options: Unpack[ReplyOptions]) -> str:
         """The whole reply as text; takes what `stream` takes."""
-        return "".join(chunk.text for chunk in self.stream(prompt, **options))
+        return "".join(chunk.text for chunk in self.stream(prompt, raw=raw, **options))
 
     def session(self, system: str | None = None) -> Session:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
-        self._refuse_closed()
+        self._decoder.new_cache()  # raises if the engine is closed
         return Session(self._replier, self._prompts, system)
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
-        """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes."""
-        self._refuse_closed()
+        """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes.
+
+        For checks: while they are put together they are in memory twice.
+        """
         return self._decoder.logits(self._prompts.check(tokens, reply=0), self._decoder.new_cache())
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""
-        layers = []
-        for layer in self._layers:
-            bank = self._streams[layer.path].bank if layer.path in self._streams else None
-            layers.append(
+        nothing = BankCounters()
+        return EngineStats(
+            tuple(
                 LayerStats(
                     path=layer.path,
                     num_experts=layer.num_experts,
                     slots=self.plan.slots[layer.path],
-                    hits=bank.counters.hits if bank else 0,
-                    misses=bank.counters.misses if bank else 0,
-                    evictions=bank.counters.evictions if bank else 0,
-                    bytes_read=bank.counters.bytes_read if bank else 0,
+                    **asdict(self._counters.get(layer.path, nothing)),
                 )
+                for layer in self._layers
             )
-        return EngineStats(tuple(layers))
+        )
 
     def memory(self) -> MemoryUse:
         """The plan beside what is in use now."""
@@ -174,15 +168,9 @@ class Engine:
 
     def close(self) -> None:
         """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
-        with self._decoder.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._reader.close()
-            self._decoder.release()
-            self._streams = {}
-            del self._model
-            mx.clear_cache()
+        self._decoder.close()
+        self._reader.close()
+        mx.clear_cache()
 
     def __enter__(self) -> Engine:
         return self
@@ -190,11 +178,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineClosedError(f"The engine for {self.path.name} was closed. Call load() again.")
-
     def _lookups(self) -> tuple[int, int]:
         """Hits and misses of all layers so far."""
-        counters = [stream.bank.counters for stream in self._streams.values()]
+        counters = self._counters.values()
         return sum(c.hits for c in counters), sum(c.misses for c in counters)

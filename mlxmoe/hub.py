@@ -46,13 +46,21 @@ def resolve(model: str | Path | None, revision: str | None = None, progress: Pro
     `revision`: a branch, tag or commit, for hub ids only. Raises ModelNotFoundError or DownloadError.
     """
     if model is None:
+        if revision is not None:
+            raise ModelNotFoundError(f"revision={revision!r} is for hub ids, but the demo model is built in.")
         return demo_folder()
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if not isinstance(model, str | Path):
+        raise ModelNotFoundError(f"A model is a folder or a hub id, not {type(model).__name__}.")
+    try:
+        folder = Path(model).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"{model} cannot be looked up: {_brief(error)}.") from error
+    if is_folder:
         if revision is not None:
             raise ModelNotFoundError(f"revision={revision!r} is for hub ids, but {folder} is a local folder.")
         return folder.resolve()
-    if folder.exists():
+    if exists:
         raise ModelNotFoundError(f"{folder} is a file. Give the model's folder, the one with config.json in it.")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(

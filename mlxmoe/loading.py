@@ -8,6 +8,8 @@ that is relied on enters here.
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +25,29 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxmoe.errors import (
     CheckpointError,
     CheckpointReadError,
+    MemoryBudgetError,
     ModelError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader
-from mlxmoe.experts.layer import ExpertStream, Listening, expert_arrays, put_bank, switch_modules
+from mlxmoe.experts.layer import (
+    LINEAR_TYPES,
+    ExpertStream,
+    Listening,
+    Passes,
+    expert_arrays,
+    put_bank,
+    switch_modules,
+)
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
 from mlxmoe.hub import Progress
-from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
+from mlxmoe.memory.plan import KV_STEP, KVBytes, MoeLayer, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 2048  # of prefill at a time: mlx-lm's own default, so that the arithmetic is the same
 LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
@@ -57,21 +70,27 @@ class OpenedModel:
     modules: Mapping[str, nn.Module]
     layers: Sequence[MoeLayer]
     trunk_bytes: int
-    kv_bytes: int
-    context: int | None
+    kv: KVBytes
+    vocab_size: int
+    model_context: int | None
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `streams`: the streamed layers by their path; resident layers are not in it."""
+    """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
+
+    `streams`: the streamed layers by their path; resident layers are not in it.
+    """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     path: Path
+    vocab_size: int
     plan: Plan
     layers: Sequence[MoeLayer]
     streams: Mapping[str, ExpertStream]
+    passes: Passes
     reader: ExpertReader
 
 
@@ -89,30 +108,45 @@ def load_folder(
 
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
-    opened = open_folder(path, context=context, adapter=adapter, trust_remote_code=trust_remote_code)
+    opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
     plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
-        kv_bytes=opened.kv_bytes,
+        kv=opened.kv,
         prefill_bytes=_prefill_bytes(opened.modules, opened.layers),
-        context=opened.context,
+        context=_asked_context(path, opened.model_context, context),
+        model_context=opened.model_context,
         experts=experts,
         memory_bytes=memory_bytes,
     )
-    reader = ExpertReader(opened.checkpoint.files)
+    if context is None and plan.context != plan.model_context:
+        logger.warning(
+            "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
+            path.name, plan.model_context, plan.context,
+        )  # fmt: skip
+    reader, passes = ExpertReader(opened.checkpoint.files), Passes()
     try:
-        streams = _place_banks(opened, plan, reader)
+        streams = _place_banks(opened, plan, reader, passes)
         _read_trunk(opened.model, path, progress)
-        tokenizer = _load_tokenizer(path, opened.config)
+        tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:
         reader.close()
         raise
-    return LoadedModel(opened.model, tokenizer, opened.config, path, plan, opened.layers, streams, reader)
+    return LoadedModel(
+        model=opened.model,
+        tokenizer=tokenizer,
+        config=opened.config,
+        path=path,
+        vocab_size=opened.vocab_size,
+        plan=plan,
+        layers=opened.layers,
+        streams=streams,
+        passes=passes,
+        reader=reader,
+    )
 
 
-def open_folder(
-    path: Path, *, context: int | None = None, adapter: Path | None = None, trust_remote_code: bool = False
-) -> OpenedModel:
+def open_folder(path: Path, *, adapter: Path | None = None, trust_remote_code: bool = False) -> OpenedModel:
     """Look at the model in folder `path` without reading a weight. Raises ModelError and its kin."""
     config = read_config(path)
     checkpoint = read_checkpoint(path)
@@ -121,10 +155,15 @@ def open_folder(
     _refuse_hidden_experts(path, config, modules)
     if adapter is not None:
         _apply_adapter(model, modules, adapter)
-    context = _context_limit(path, config, context)
-    layers, kv_bytes = _probe(model, modules, context)
+    try:
+        layers, kv, vocab = _probe(model, modules)
+    except Exception as error:  # a value of the config that the definition notices only when it computes
+        raise ModelError(
+            f"The {config['model_type']} model of {path}/config.json cannot compute: {type(error).__name__}: "
+            f"{_brief(error)}"
+        ) from error
     trunk_bytes = _trunk_bytes(model, layers)
-    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv_bytes, context)
+    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, _model_context(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -134,16 +173,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelNotFoundError(f"{path} is not a model folder: it has no config.json.")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not readable JSON ({error}). Download the model again.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file} names no model_type: it is not a language model's config.")
     return config
-
-
-def vocab_size(config: Mapping[str, Any]) -> int:
-    """How many token ids the model knows; the tokenizer may use fewer."""
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
 
 def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -236,33 +270,34 @@ def _apply_adapter(model: nn.Module, modules: Mapping[str, nn.Module], adapter: 
         )
 
 
-def _context_limit(path: Path, config: dict[str, Any], asked: int | None) -> int | None:
-    """Tokens, prompt and reply, that must fit: what was asked, else what the model was made for, if it says so."""
+def _model_context(config: Mapping[str, Any]) -> int | None:
+    """Tokens, prompt and reply, that the model was made for, if its config says so."""
     text_config = config.get("text_config")
     sources = [text_config, config] if isinstance(text_config, dict) else [config]
-    trained = next((s["max_position_embeddings"] for s in sources if s.get("max_position_embeddings")), None)
+    lengths = [s.get(key) for key in ("max_position_embeddings", "model_max_length") for s in sources]
+    return next((length for length in lengths if isinstance(length, int) and length > 1), None)
+
+
+def _asked_context(path: Path, model_context: int | None, asked: int | None) -> int | None:
     if asked is None:
-        return trained
+        return None
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 2:
-        raise ModelError(f"context={asked!r} is no number of tokens. At least 2 are needed: a prompt and a reply.")
-    if trained is not None and asked > trained:
-        raise ModelError(
-            f"context={asked}, but {path.name} was made for {trained} tokens: beyond that its words are noise. "
-            f"Ask for {trained} or fewer."
+        raise MemoryBudgetError(f"context={asked!r} is no number of tokens: at least 2, for a prompt and a reply.")
+    if model_context is not None and asked > model_context:
+        warnings.warn(
+            f"context={asked}: {path.name} was made for {model_context} tokens and may lose the thread beyond them.",
+            stacklevel=4,
         )
     return asked
 
 
-def _probe(model: nn.Module, modules: Mapping[str, nn.Module], context: int | None) -> tuple[list[MoeLayer], int]:
-    """Each MoE layer's numbers and the KV cache's bytes, read off forward passes that are never evaluated."""
-    kv_bytes = []
+def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[MoeLayer], KVBytes, int]:
+    """Each MoE layer's numbers, the KV cache's growth, and the vocabulary: read off passes never evaluated."""
+    caches = []
     with Listening(dict(modules)) as heard:
-        for tokens in (1, 257):
-            cache = make_prompt_cache(model)
-            model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-            kv_bytes.append(sum(int(entry.nbytes) for entry in cache))
-    steps = -(-(context or 1) // 256)
-    kv = kv_bytes[0] + (kv_bytes[1] - kv_bytes[0]) * (steps - 1)
+        for tokens in (1, KV_STEP + 1):
+            caches.append(make_prompt_cache(model))
+            logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[-1])
     most = max(heard.top_k.values(), default=0)
     layers = []
     for path, module in modules.items():
@@ -270,7 +305,33 @@ def _probe(model: nn.Module, modules: Mapping[str, nn.Module], context: int | No
         num_experts = next(iter(arrays.values())).shape[0]
         expert_bytes = sum(array.nbytes for array in arrays.values()) // num_experts
         layers.append(MoeLayer(path, num_experts, min(heard.top_k.get(path, most), num_experts), expert_bytes))
-    return layers, kv
+    return layers, _kv_bytes(*caches), int(logits.shape[-1])
+
+
+def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
+    """What caches take, from two sets of them that have seen 1 and 257 tokens."""
+    fixed, step = 0, 0
+    windows: list[tuple[int, int]] = []
+    for before, after in zip(one, more, strict=True):
+        if hasattr(before, "caches"):  # several caches in one layer
+            inner = _kv_bytes(before.caches, after.caches)
+            fixed, step, windows = fixed + inner.fixed_bytes, step + inner.step_bytes, [*windows, *inner.windows]
+            continue
+        first, growth = _nbytes(before), _nbytes(after) - _nbytes(before)
+        fixed += first - growth
+        if (size := getattr(before, "max_size", None)) is not None:
+            windows.append((-(-size // KV_STEP), growth))
+        else:
+            step += growth
+    return KVBytes(fixed, step, tuple(windows))
+
+
+def _nbytes(cache: Any) -> int:
+    """A cache's bytes; an empty one may not know."""
+    try:
+        return int(cache.nbytes)
+    except (AttributeError, TypeError, NotImplementedError):
+        return sum(array.nbytes for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
 
 
 def _trunk_bytes(model: nn.Module, layers: Sequence[MoeLayer]) -> int:
@@ -279,15 +340,20 @@ def _trunk_bytes(model: nn.Module, layers: Sequence[MoeLayer]) -> int:
 
 
 def _prefill_bytes(modules: Mapping[str, nn.Module], layers: Sequence[MoeLayer]) -> int:
-    """Room for one chunk's routed activations in the widest layer, float32, and MLX's pool."""
-    widths = [
-        layer.top_k * sum(child.output_dims for child in modules[layer.path].children().values() if "weight" in child)
-        for layer in layers
-    ]
+    """Room for one chunk's routed activations in the widest layer, float32, and MLX's pool of freed buffers.
+
+    For each token and each of its experts: the gathered input, every projection's output, and two more copies of the
+    last one while waves are put together.
+    """
+    widths = []
+    for layer in layers:
+        linears = [m for m in modules[layer.path].children().values() if isinstance(m, LINEAR_TYPES)]
+        width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
+        widths.append(layer.top_k * width)
     return POOL_BYTES + CHUNK_TOKENS * max(widths, default=0) * 4
 
 
-def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader) -> dict[str, ExpertStream]:
+def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader, passes: Passes) -> dict[str, ExpertStream]:
     """Give every layer that is not resident a bank instead of its arrays. Modifies the model."""
     streamed = {
         layer.path: opened.modules[layer.path]
@@ -298,7 +364,7 @@ def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader) -> dict[
         return {}
     places = locate_experts(opened.model, streamed, opened.checkpoint)
     for path, module in streamed.items():
-        put_bank(module, ExpertBank(places[path], expert_arrays(module), plan.slots[path], reader))
+        put_bank(module, ExpertBank(places[path], expert_arrays(module), plan.slots[path], reader), passes)
     return {path: module.expert_stream for path, module in streamed.items()}
 
 
@@ -324,8 +390,8 @@ def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None
         ) from error
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+def _load_tokenizer(path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(path, {"trust_remote_code": trust}, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # many libraries' errors; all mean the same to the user
         raise ModelError(f"The tokenizer of {path} cannot be loaded: {_brief(error)}") from error

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.errors import PromptError
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@runtime_checkable
+class SupportsToList(Protocol):
+    """An array of MLX or NumPy."""
+
+    def tolist(self) -> list[int]: ...
+
+
+Prompt = str | Sequence[Message] | Sequence[int] | SupportsToList
 
 
 class PromptEncoder:
@@ -36,10 +45,9 @@ class PromptEncoder:
             if prompt and self.has_chat_template and not raw:
                 return self.encode_chat([{"role": "user", "content": prompt}])
             return self.check(self.encode_text(prompt))
-        items = list(prompt)
-        if any(isinstance(item, Mapping) for item in items):
-            return self.encode_chat(items)  # type: ignore[arg-type]
-        return self.check(items)  # type: ignore[arg-type]
+        if isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt):
+            return self.encode_chat(prompt)  # type: ignore[arg-type]
+        return self.check(prompt)  # type: ignore[arg-type]
 
     def encode_text(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Plain text as tokens, with the tokenizer's own start-of-text token unless it has that or `goes_on`."""
@@ -50,7 +58,10 @@ class PromptEncoder:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
         except (UnicodeError, TypeError) as error:
-            raise PromptError(f"The prompt cannot be encoded as text: {error}") from error
+            raise PromptError(
+                "The prompt cannot be encoded: it holds lone surrogates, which are no text. Were they bytes that are "
+                "not UTF-8?"
+            ) from error
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Chat messages by the model's own template, up to where its reply begins."""
@@ -67,6 +78,10 @@ class PromptEncoder:
 
     def check(self, tokens: Sequence[int], reply: int = 1) -> list[int]:
         """`tokens` as a list, if they are tokens of this model and leave `reply` tokens of its context free."""
+        if isinstance(tokens, SupportsToList):  # an array of ids, as mlx-lm takes them
+            tokens = tokens.tolist()
+        if not isinstance(tokens, Sequence) or isinstance(tokens, bytes | bytearray):
+            raise PromptError(f"A prompt is text, chat messages or token ids, not {type(tokens).__name__}.")
         tokens = list(tokens)
         if not tokens:
             raise PromptError("The prompt is empty. Give some text, messages or token ids.")
@@ -76,6 +91,6 @@ class PromptEncoder:
         if self._context is not None and len(tokens) + reply > self._context:
             raise PromptError(
                 f"The prompt has {len(tokens)} tokens, but the context is {self._context} tokens, prompt and reply "
-                f"together. Shorten it, or load with a larger context= if the model allows."
+                f"together. Shorten it, begin a new session, or load with a larger context= if the model allows."
             )
         return tokens

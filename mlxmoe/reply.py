@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,7 +19,7 @@ from mlxmoe.sampling import Sampler, SamplingSettings
 from mlxmoe.stats import hit_rate
 from mlxmoe.text import TextStream, check_stop
 
-FinishReason = Literal["stop", "length", "memory"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Chunk:
 
     `text`: text that can be shown now; empty while a character or a stop string may go on. `token`: its id.
     `logprob`: its log-probability before temperature and filters. `finish_reason`: None but for the last chunk:
-    "stop" (end of text, or a stop string), "length" (max_tokens, or the context is full), "memory".
+    "stop" (end of text, or a stop string) or "length" (max_tokens, or the context is full).
     `prompt_tokens`, `generated_tokens`: tokens in the prompt, and so far in the reply. `ttft_s`: seconds to the first
     token. `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
     experts asked for since this reply began that were in a slot; 1 where all are resident. `peak_memory_bytes`: the
@@ -51,6 +51,19 @@ class Chunk:
         return self.text
 
 
+class ReplyOptions(TypedDict, total=False):
+    """What a request may say of its reply; the values and defaults are those of Engine.stream."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Iterable[str]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
     """How a reply is sampled and what ends it besides the model itself. Raises SamplingError."""
@@ -60,8 +73,8 @@ class ReplySettings:
     stop: tuple[str, ...]
 
     @classmethod
-    def make(cls, *, max_tokens: int, stop: str | Iterable[str], **sampling: Any) -> ReplySettings:
-        """Check a request's values; `sampling` are SamplingSettings' own."""
+    def check(cls, *, max_tokens: int = 256, stop: str | Iterable[str] = (), **sampling: Any) -> ReplySettings:
+        """From ReplyOptions; an unknown one is a TypeError."""
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise SamplingError(f"max_tokens={max_tokens!r} is out of range: it must be a whole number, 1 or more.")
         return cls(SamplingSettings(**sampling), max_tokens, check_stop(stop))
@@ -105,7 +118,7 @@ class Replier:
         sampler = Sampler(settings.sampling)
         for sampled in self.decoder.generate(tokens[seen:], cache, sampler, before=tokens[:seen]):
             meter.count()
-            ended = sampled.token in self._tokenizer.eos_token_ids
+            ended = self.ends_text(sampled.token)
             shown = "" if ended else text.add(sampled.token)
             full = meter.generated == room
             if ended or text.stopped or full:
@@ -115,6 +128,10 @@ class Replier:
             yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
             if reason is not None:
                 return
+
+    def ends_text(self, token: int) -> bool:
+        """Whether `token` is one of the model's end-of-text tokens."""
+        return token in self._tokenizer.eos_token_ids
 
 
 class _Meter:

@@ -27,13 +27,18 @@ class Sampled(NamedTuple):
     token: int
     logprob: float
 
+    @classmethod
+    def of(cls, token: mx.array, logprob: mx.array) -> Sampled:
+        """From the evaluated arrays of one token."""
+        return cls(cast(int, token.item()), cast(float, logprob.item()))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """How tokens are chosen. Raises SamplingError for a value outside its range.
 
     `temperature`: 0 is greedy. `top_p`: in (0, 1], 1 is off. `top_k`: 0 is off. `min_p`: in [0, 1], 0 is off.
-    `repetition_penalty`: above 0, 1 or None is off; it looks back 20 tokens, the prompt's included.
+    `repetition_penalty`: from 0.01 to 100, 1 or None is off; it looks back 20 tokens, the prompt's included.
     `seed`: the same seed gives the same text; None takes a new one.
     """
 
@@ -50,25 +55,29 @@ class SamplingSettings:
         _demand(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 for off")
         _demand(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         penalty = self.repetition_penalty
-        _demand(penalty is None or (_number(penalty) and penalty > 0), "repetition_penalty", penalty, "above 0")
+        fits = penalty is None or (_number(penalty) and 0.01 <= penalty <= 100)
+        _demand(fits, "repetition_penalty", penalty, "from 0.01 to 100, 1 for off")
         seed = self.seed
         _demand(seed is None or (_whole(seed) and 0 <= seed < 2**64), "seed", seed, "a whole number below 2**64")
 
 
 class Sampler:
-    """Draws the tokens of one generation."""
+    """Draws the tokens of one generation. `key`: its random state, to be evaluated with each token."""
 
     def __init__(self, settings: SamplingSettings) -> None:
         self._settings = settings
         seed = secrets.randbits(64) if settings.seed is None else settings.seed
-        self._key = mx.random.key(seed)
-        mx.eval(self._key)
+        self.key = mx.random.key(seed)
+        mx.eval(self.key)
         self._processors = make_logits_processors(
             repetition_penalty=settings.repetition_penalty, repetition_context_size=REPETITION_TOKENS
         )
 
-    def __call__(self, logits: mx.array, history: Sequence[int]) -> Sampled:
-        """`logits [1, vocab]` -> a token; `history`: all tokens so far, the prompt's included."""
+    def __call__(self, logits: mx.array, history: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """`logits [1, vocab]` -> the token `[]` and its log-probability `[]`, not evaluated; nor is `key` then.
+
+        `history`: all tokens so far, the prompt's included.
+        """
         if self._processors and history:
             logits = mx.array(logits)  # mlx-lm's processors write into what they are given
             recent = mx.array(list(history[-REPETITION_TOKENS:]))
@@ -76,9 +85,7 @@ class Sampler:
                 logits = process(recent, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = self._draw(logprobs)
-        mx.eval(token, logprobs)
-        index = cast(int, token.item())
-        return Sampled(index, cast(float, logprobs[0, index].item()))
+        return token[0], mx.take(logprobs[0], token[0])
 
     def _draw(self, logprobs: mx.array) -> mx.array:
         settings = self._settings
@@ -90,13 +97,12 @@ class Sampler:
             logprobs = apply_min_p(logprobs, settings.min_p)
         if 0 < settings.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, settings.top_k)
-        self._key, key = mx.random.split(self._key)
-        mx.eval(self._key)
+        self.key, key = mx.random.split(self.key)
         return mx.random.categorical(logprobs * (1.0 / settings.temperature), key=key)
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf and value < 1e38
 
 
 def _whole(value: object) -> bool:

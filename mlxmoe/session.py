@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlxmoe.decode import Cache
 from mlxmoe.errors import PromptError, RequestError
 from mlxmoe.prompts import PromptEncoder
-from mlxmoe.reply import Chunk, Replier, ReplySettings
+from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
+from mlxmoe.text import common_length
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+BUSY = "This session is still streaming a reply. Finish or close that stream, or open another session."
 
 
 class Session:
     """A conversation. Made by `Engine.session()`.
 
-    `messages`: what was said so far. Without a chat template the session is one text that goes on.
-    A turn that is left early keeps the text that was streamed; one that streamed nothing leaves no trace.
+    `messages`: what was said so far. Without a chat template the session is one text that goes on (a stop string that
+    ended a reply is part of it, though it was not shown). A turn that is left early keeps the text that was streamed;
+    one that streamed nothing leaves no trace.
     """
 
     def __init__(self, replier: Replier, prompts: PromptEncoder, system: str | None) -> None:
@@ -29,48 +37,21 @@ class Session:
         self._text: list[int] = []  # the whole text's tokens, where there is no chat template
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens the cache has seen
-        self._busy = False
+        self._turn_lock = threading.Lock()
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Iterable[str] = (),
-    ) -> Iterator[Chunk]:
-        """Say `prompt`, and stream the reply; the arguments are those of Engine.stream.
+    def stream(self, prompt: str, **options: Unpack[ReplyOptions]) -> Iterator[Chunk]:
+        """Say `prompt`, and stream the reply; the options are those of Engine.stream.
 
-        Raises RequestError while an earlier reply of this session is still being streamed.
+        Raises PromptError or SamplingError at once, RequestError while an earlier reply is still being streamed.
         """
-        settings = ReplySettings.make(
-            max_tokens=max_tokens,
-            stop=stop,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
-        self._refuse_busy()
-        self._replier.decoder.check()
-        return self._turn(prompt, self._turn_tokens(prompt), settings)
+        settings = ReplySettings.check(**options)
+        if self._turn_lock.locked():
+            raise RequestError(BUSY)
+        return self._turn(prompt, self._turn_tokens(prompt), len(self.messages), settings)
 
-    def generate(self, prompt: str, **options: Any) -> str:
+    def generate(self, prompt: str, **options: Unpack[ReplyOptions]) -> str:
         """The whole reply as text; takes what `stream` takes."""
         return "".join(chunk.text for chunk in self.stream(prompt, **options))
-
-    def _refuse_busy(self) -> None:
-        if self._busy:
-            raise RequestError(
-                "This session is still streaming a reply. Finish or close that stream, or open another session."
-            )
 
     def _turn_tokens(self, prompt: str) -> list[int]:
         """All tokens of the conversation with `prompt` at its end."""
@@ -81,9 +62,10 @@ class Session:
         more = self._prompts.encode_text(prompt, goes_on=bool(self._text))
         return self._prompts.check([*self._text, *more])
 
-    def _turn(self, prompt: str, tokens: list[int], settings: ReplySettings) -> Iterator[Chunk]:
-        self._refuse_busy()
-        self._busy = True
+    def _turn(self, prompt: str, tokens: list[int], turn: int, settings: ReplySettings) -> Iterator[Chunk]:
+        """One turn, which begins when its first chunk is asked for. `turn`: messages when it was made."""
+        if not self._turn_lock.acquire(blocking=False):
+            raise RequestError(BUSY)
         said: list[int] = []
         reply: list[str] = []
 
@@ -91,19 +73,24 @@ class Session:
             said.append(token)
             reply.append(text)
 
-        cache, seen = self._take_cache(tokens)
         try:
-            yield from self._replier.stream(tokens, settings, cache, seen, heard)
+            if len(self.messages) != turn:
+                raise RequestError("The conversation has gone on since this turn was made. Call stream() again.")
+            cache, seen = self._take_cache(tokens)
+            try:
+                yield from self._replier.stream(tokens, settings, cache, seen, heard)
+            except GeneratorExit:  # left between two passes: the cache is whole
+                self._keep_cache(cache, tokens, said)
+                raise
             self._keep_cache(cache, tokens, said)
-        except GeneratorExit:  # left between two passes: the cache is whole
-            self._keep_cache(cache, tokens, said)
-            raise
         finally:
             if said:
                 self.messages.append({"role": "user", "content": prompt})
                 self.messages.append({"role": "assistant", "content": "".join(reply)})
+                if self._replier.ends_text(said[-1]):
+                    said.pop()  # the text goes on
                 self._text = [*tokens, *said]
-            self._busy = False
+            self._turn_lock.release()
 
     def _take_cache(self, tokens: list[int]) -> tuple[Cache, int]:
         """A cache that has seen a beginning of `tokens`, and how much; at least one token is left to see.
@@ -112,7 +99,7 @@ class Session:
         """
         cache, self._cache = self._cache, None
         if cache is not None:
-            common = _common_length(self._cached, tokens[:-1])
+            common = common_length(self._cached, tokens[:-1])
             surplus = len(self._cached) - common
             if surplus == 0:
                 return cache, common
@@ -125,12 +112,3 @@ class Session:
         """Give `cache` to the next turn; the token said last was not fed to it."""
         if said:
             self._cache, self._cached = cache, [*tokens, *said[:-1]]
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

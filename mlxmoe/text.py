@@ -35,24 +35,20 @@ class TextStream:
         return self._release(self._detokenizer.last_segment, final=False)
 
     def finish(self) -> str:
-        """The rest: what was held back in case a character or a stop string went on."""
+        """The rest: what was held back in case a stop string went on. Half a character at the end is left out."""
         self._detokenizer.finalize()
-        return self._release(self._detokenizer.last_segment, final=True)
+        return self._release(self._detokenizer.last_segment.rstrip("�"), final=True)
 
     def _unshown_part_of_the_prompt(self) -> str:
-        """What the detokeniser still holds of the prompt's end: it will come out first and is not ours.
-
-        Half a character is ours: the generation completes it.
-        """
-        shown = self._detokenizer.last_segment
+        """What the detokeniser still holds of the prompt's end: as far as it comes out first, it is not ours."""
+        self._detokenizer.last_segment  # noqa: B018  # reading it says that the prompt was shown
         whole = copy.copy(self._detokenizer)
         whole.finalize()
-        rest = whole.text[len(self._detokenizer.text) :] if shown or whole.text else ""
-        return "" if "�" in rest else rest
+        return str(whole.text[len(self._detokenizer.text) :])
 
     def _release(self, text: str, final: bool) -> str:
-        if self._skip and text:
-            text = text.removeprefix(self._skip)
+        if self._skip and text:  # half a character that the prompt ended in comes out whole: that is ours
+            text = text[common_length(text, self._skip) :]
             self._skip = ""
         if self.stopped:
             return ""
@@ -70,7 +66,7 @@ class TextStream:
 
 def check_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
     """The stop strings as a tuple. Raises SamplingError for an empty one or for anything else."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     for text in stops:
         if not isinstance(text, str) or not text:
             raise SamplingError(f"stop={stop!r}: every stop string must be a string of at least one character.")
@@ -86,3 +82,9 @@ def _length_of_possible_stop(text: str, stops: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+def common_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many elements two sequences (of tokens, or of characters) begin with alike."""
+    pairs = zip(left, right, strict=False)
+    return next((length for length, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx_lm.utils import load as stock_load
@@ -54,3 +55,16 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_tool(name: str, *arguments: str) -> None:
     """Run one of tools/ as a user would."""
     subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, capture_output=True)
+
+
+def watch_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each forward pass that the engine makes from here on."""
+    passes: list[int] = []
+    model = engine._decoder._model
+
+    def watched(tokens: mx.array, cache: Any) -> mx.array:
+        passes.append(tokens.shape[1])
+        return model(tokens, cache=cache)
+
+    monkeypatch.setattr(engine._decoder, "_model", watched)
+    return passes

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -34,7 +37,7 @@ class Layer:
         state, infos = read_header(path)
         self.files = {path: state}
         self.tensors = {
-            name: ExpertTensor.stacked(name, path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()
+            name: ExpertTensor.stacked(path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()
         }
         self.fail_reads = 0
 
@@ -107,19 +110,41 @@ def test_a_failed_read_leaves_no_lie_behind(layer: Layer, slots: int, sequences:
             use(bank, sequence)
 
 
-def test_an_interrupt_anywhere_in_admit_leaves_no_lie_behind(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = layer.bank(3)
-    use(bank, [0, 1, 2])
+class InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the nth line run in the bank or its policy."""
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def __init__(self, nth: int) -> None:
+        self.left = nth
 
-    with monkeypatch.context() as patch:
-        patch.setattr(bank._policy, "touch", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            bank.admit([3, 4], {3: 0, 4: 1})
-    use(bank, [4, 0, 3])
-    check(bank)
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("experts/bank.py", "experts/policy.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("sequence", [[3, 2], [4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7]], ids=["hits", "misses", "waves"])
+def test_an_interrupt_at_any_line_leaves_no_lie_and_no_lost_slot(layer: Layer, sequence: list[int]) -> None:
+    interrupted = 0
+    for nth in itertools.count(1):
+        bank = layer.bank(4)
+        use(bank, [0, 1, 2, 3])
+        sys.settrace(InterruptAt(nth))
+        try:
+            use(bank, sequence)
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        check(bank)
+        use(bank, [6, 7, 5, 4])
+        assert len(bank.resident) == 4, "no slot was lost"
+    assert interrupted > 10
 
 
 def test_counters_count(layer: Layer) -> None:

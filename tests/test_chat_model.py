@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from conftest import TOOLS
+from conftest import TOOLS, watch_passes
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load as stock_load
 
@@ -73,9 +73,7 @@ def test_a_session_keeps_the_conversation_and_its_cache(chat_folder: Path, monke
         reply = session.generate("Say yes.", max_tokens=3)
         assert [message["role"] for message in session.messages] == ["system", "user", "assistant"]
         assert session.messages[-1]["content"] == reply
-        passes: list[int] = []
-        forward = llm._decoder._forward
-        monkeypatch.setattr(llm._decoder, "_forward", lambda t, c: (passes.append(len(t)), forward(t, c))[1])
+        passes = watch_passes(llm, monkeypatch)
         session.generate("Again.", max_tokens=1)
         whole = llm.tokenizer.apply_chat_template(
             [*session.messages[:3], {"role": "user", "content": "Again."}], add_generation_prompt=True

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +53,7 @@ def test_a_prompt_may_come_from_stdin() -> None:
         ([*BEGINNING, "--experts", "²"], 5, "is not a size"),
         ([*BEGINNING, "--memory", "1MB"], 5, "Error: The memory budget is 1.0 MB"),
         (["chat", "--system", "Be brief."], 2, "no chat template"),
+        (["chat", "--temperature", "-1"], 2, "temperature=-1.0 is out of range"),
         (["nonsense"], 2, "No such command"),
     ],
 )
@@ -63,6 +63,27 @@ def test_an_error_is_one_message_and_a_code(arguments: list[str], code: int, say
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "says"),
+    [(">/dev/full", 1, "No space left"), (">&-", 0, ""), ("<&-", 0, ""), ("2>&-", 0, "")],
+)
+def test_odd_standard_streams_are_no_defect(redirect: str, code: int, says: str) -> None:
+    command = f"{sys.executable} -m mlxmoe generate And --max-tokens 3 -q {redirect}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Internal" not in done.stderr
+
+
+def test_words_that_the_terminal_cannot_show_are_replaced() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxmoe", "generate", "Y dijo Jehová: ñ", "--max-tokens", "40", "-q"],
+        capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -106,13 +127,13 @@ def test_verify_prints_a_table_and_the_number_of_values(tiny: Path) -> None:
     assert "bit-identical to stock mlx-lm" in done.stdout
     assert "decode 64" in done.stdout
     layers = mlxmoe("verify", str(tiny), "--layers")
-    assert "Each MoE layer compared by itself" in layers.stdout
+    assert "Compared layer by layer" in layers.stdout
 
 
 def test_verify_exits_with_1_on_a_difference(tiny: Path) -> None:
     broken = (
-        "import sys; sys.path.insert(0, 'tests'); import mlxmoe.cli.verify as cli, functools, test_verify\n"
-        "cli.run_verify = functools.partial(cli.run_verify, before_run=test_verify.flip_a_byte)\n"
+        "import sys; sys.path.insert(0, 'tests'); import mlxmoe.verify.logits as logits, test_verify\n"
+        "logits.load_folder = test_verify.load_damaged\n"
         f"sys.argv = ['mlxmoe', 'verify', {str(tiny)!r}]\n"
         "from mlxmoe.cli.main import main; main()"
     )
@@ -134,7 +155,6 @@ def test_the_first_words_come_before_the_last_are_made() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.read(1)
-    first = time.monotonic()
-    process.communicate(timeout=120)
-    assert time.monotonic() > first
+    assert process.poll() is None, "it is still at work when its first words are here"
+    assert len(process.communicate(timeout=120)[0]) > 100
     assert process.returncode == 0

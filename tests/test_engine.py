@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from conftest import watch_passes
 from mlx_lm import generate as stock_generate
 
 from mlxmoe import Engine, EngineClosedError, MemoryBudgetError, PromptError, RequestError, SamplingError, load
@@ -39,6 +46,13 @@ def test_chunks_add_up(demo: Engine) -> None:
 def test_token_ids_are_a_prompt(demo: Engine) -> None:
     ids = demo.tokenizer.encode("In the beginning")
     assert demo.generate(ids, max_tokens=5) == demo.generate("In the beginning", max_tokens=5)
+
+
+def test_arrays_of_ids_are_prompts(demo: Engine) -> None:
+    ids = demo.tokenizer.encode("In the beginning")
+    expected = demo.generate(ids, max_tokens=3)
+    assert demo.generate(mx.array(ids), max_tokens=3) == expected
+    assert demo.generate(np.array(ids), max_tokens=3) == expected
 
 
 def test_end_of_text_ends_the_reply(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +95,11 @@ def test_the_reply_ends_where_the_context_does() -> None:
         ([{"role": "user", "content": "x"}, 3], "chat message"),
         ([{"role": "user", "content": "x"}], "no chat template"),
         ("word " * 400, "context is 256"),
-        ("\ud800", "cannot be encoded"),
+        ("\ud800", "no text"),
+        (None, "not NoneType"),
+        (b"hello", "not bytes"),
+        ({1, 2}, "not set"),
+        (5, "not int"),
     ],
 )
 def test_a_prompt_that_makes_no_sense_is_refused_at_once(demo: Engine, prompt: Any, says: str) -> None:
@@ -130,7 +148,7 @@ def test_memory_bounds_everything_together() -> None:
         assert engine.generate("In the beginning", max_tokens=3)
     with pytest.raises(MemoryBudgetError, match=r"budget is 1\.0 MB.*trunk"):
         load(memory="1MB")
-    with pytest.raises(MemoryBudgetError, match="experts='all' takes"):
+    with pytest.raises(MemoryBudgetError, match="experts='all' need"):
         load(memory=plan.total_bytes - 1, experts="all")
 
 
@@ -160,10 +178,6 @@ def test_a_closed_engine_says_so(demo: Engine) -> None:
 
 
 def test_closing_gives_memory_back(tiny: Path) -> None:
-    import gc
-
-    import mlx.core as mx
-
     gc.collect()
     before = mx.get_active_memory()
     engine = load(tiny, experts="50%")
@@ -193,9 +207,7 @@ def test_a_session_goes_on_where_it_was(demo: Engine) -> None:
 def test_a_session_prefills_only_what_is_new(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     session = demo.session()
     session.generate("In the beginning God created the heaven", max_tokens=4)
-    passes: list[int] = []
-    forward = demo._decoder._forward
-    monkeypatch.setattr(demo._decoder, "_forward", lambda t, c: (passes.append(len(t)), forward(t, c))[1])
+    passes = watch_passes(demo, monkeypatch)
     new = len(demo.tokenizer.encode(" and the earth"))
     session.generate(" and the earth", max_tokens=2)
     assert sum(passes) == 1 + new + 1, "the token said last, the new text, one decode step"
@@ -221,6 +233,70 @@ def test_a_turn_that_said_nothing_leaves_no_trace(demo: Engine) -> None:
         session.stream("word " * 400)
     assert session.messages == []
     assert session.generate("In the", max_tokens=4) == demo.generate("In the", max_tokens=4)
+
+
+def test_turns_made_together_do_not_run_together(demo: Engine) -> None:
+    session = demo.session()
+    one, two = session.stream("In the", max_tokens=3), session.stream("And God", max_tokens=3)
+    said = "".join(map(str, two))
+    with pytest.raises(RequestError, match="gone on since"):
+        next(one)
+    assert [message["content"] for message in session.messages] == ["And God", said]
+
+
+def test_a_closed_engine_ends_a_session_without_locking_it(demo: Engine) -> None:
+    session = demo.session()
+    stream = session.stream("In the", max_tokens=3)
+    demo.close()
+    for _ in range(2):
+        with pytest.raises(EngineClosedError):
+            next(stream)
+        stream = session.stream("In the", max_tokens=3)
+    assert session.messages == []
+
+
+def test_a_signal_handler_that_calls_the_engine_is_refused_and_nothing_hangs(demo: Engine) -> None:
+    heard: list[BaseException] = []
+
+    def handler(*_: object) -> None:
+        for use in (demo.close, lambda: demo.generate("x", max_tokens=1)):
+            try:
+                use()
+            except RequestError as error:
+                heard.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        preadv = demo._reader._preadv
+        demo._reader._preadv = lambda *args: (signal.raise_signal(signal.SIGUSR1), preadv(*args))[1]
+        assert demo.generate("In the", max_tokens=2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(heard) >= 2
+
+
+def test_engines_that_are_forgotten_give_files_and_threads_back(tiny: Path) -> None:
+    def resources() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/dev/fd")), threading.active_count()
+
+    load(tiny, experts="50%").generate([5, 6], max_tokens=2)
+    before = resources()
+    for _ in range(3):
+        load(tiny, experts="50%").generate([5, 6], max_tokens=2)
+    assert resources() == before
+
+
+def test_a_text_goes_on_beyond_an_end_of_text_token(demo: Engine) -> None:
+    session = demo.session()
+    third = list(demo.stream("In the", max_tokens=3))[2].token
+    eos = set(demo.tokenizer.eos_token_ids)
+    demo.tokenizer.eos_token_ids = {*eos, third}
+    session.generate("In the", max_tokens=5)
+    demo.tokenizer.eos_token_ids = eos
+    ids = [*demo.tokenizer.encode("In the"), *(c.token for c in demo.stream("In the", max_tokens=2))]
+    ids += demo.tokenizer.encode(" And", add_special_tokens=False)
+    assert session.generate(" And", max_tokens=4) == demo.generate(ids, max_tokens=4)
 
 
 def test_a_session_without_a_template_takes_no_system_message(demo: Engine) -> None:

@@ -11,12 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import watch_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import stream_generate
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe import CheckpointReadError, Engine, load
+from mlxmoe.hub import demo_folder
+from mlxmoe.loading import load_folder
 
 PROMPTS = ["In the beginning", "And it came to pass, that", "En el principio", "the LORD said unto Moses, " * 5]
 REPLY_TOKENS = 8
@@ -100,35 +104,121 @@ def test_the_model_itself_can_be_called(engines: dict[str, Engine], stock_demo: 
         assert mx.array_equal(second, stock_demo[0](tokens + 90))
 
 
-# What one of several streams does next: which stream, and whether it goes on or is left.
-steps = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["go", "go", "go", "leave"])), max_size=40)
+# What happens next: to which of three talkers, and whether it goes on, is left, or begins another turn.
+moves = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["go", "go", "go", "go", "leave", "turn"])), max_size=30
+)
 starts = st.lists(st.tuples(st.sampled_from(PROMPTS), st.booleans()), min_size=1, max_size=3)
 
 
+class Talker:
+    """One stream after another, or one session, and what stock gives for the same tokens."""
+
+    def __init__(self, engine: Engine, oracle: Oracle, prompt: str, in_session: bool) -> None:
+        self.engine, self.oracle, self.prompt = engine, oracle, prompt
+        self.session = engine.session() if in_session else None
+        self.text: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        encode = self.engine.tokenizer.encode
+        before = self.text if self.session else []
+        self.before = [*before, *encode(self.prompt, add_special_tokens=False)]
+        self.heard: list[int] = []
+        self.chunks = (self.session or self.engine).stream(self.prompt, max_tokens=REPLY_TOKENS)
+
+    def move(self, move: str) -> None:
+        if move == "go" and (chunk := next(self.chunks, None)) is not None:
+            self.heard.append(chunk.token)
+        elif move != "go":
+            self.chunks.close()  # type: ignore[attr-defined]
+            self.check()
+            if self.heard:
+                self.text = [*self.before, *self.heard]
+            if len(self.text) < 100:
+                self.begin()
+
+    def check(self) -> None:
+        assert tuple(self.heard) == self.oracle(tuple(self.before))[: len(self.heard)]
+
+
+class Oracle:
+    """The tokens that mlx-lm's own generation gives after a prompt of tokens, greedily."""
+
+    def __init__(self, stock: tuple[Any, Any]) -> None:
+        self._model, self._tokenizer = stock
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def __call__(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        if tokens not in self._known:
+            responses = stream_generate(self._model, self._tokenizer, list(tokens), max_tokens=REPLY_TOKENS)
+            self._known[tokens] = tuple(response.token for response in responses)
+        return self._known[tokens]
+
+
+@pytest.fixture(scope="module")
+def oracle(stock_demo: tuple[Any, Any]) -> Oracle:
+    return Oracle(stock_demo)
+
+
 @settings(max_examples=200)
-@given(experts=st.sampled_from(["25%", "40%", "75%", "all"]), starts=starts, steps=steps)
-def test_interleaved_streams_each_give_what_they_give_alone(
+@given(experts=st.sampled_from(["25%", "40%", "75%", "all"]), starts=starts, moves=moves)
+def test_interleaved_streams_and_sessions_each_give_what_stock_gives(
     engines: dict[str, Engine],
-    expected: dict[str, list[int]],
+    oracle: Oracle,
     experts: str,
     starts: list[tuple[str, bool]],
-    steps: list[tuple[int, str]],
+    moves: list[tuple[int, str]],
 ) -> None:
-    engine = engines[experts]
-    streams = [
-        (engine.session() if session else engine).stream(prompt, max_tokens=REPLY_TOKENS)
-        for prompt, session in starts
+    talkers = [Talker(engines[experts], oracle, prompt, in_session) for prompt, in_session in starts]
+    for number, move in moves:
+        talkers[number % len(talkers)].move(move)
+    for talker in talkers:
+        talker.check()
+
+
+def test_a_prompt_of_several_chunks_is_divided_as_mlx_lm_divides_it(stock_demo: tuple[Any, Any]) -> None:
+    model, tokenizer = stock_demo
+    prompt = tokenizer.encode(PROMPTS[3] * 2)[:110]
+    expected = [
+        (token, logprobs[token].item())
+        for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=20, prefill_step_size=32)
     ]
-    heard: list[list[int]] = [[] for _ in streams]
-    for number, step in steps:
-        number %= len(streams)
-        if step == "leave":
-            streams[number].close()  # type: ignore[attr-defined]
-        elif (chunk := next(streams[number], None)) is not None:
-            heard[number].append(chunk.token)
-    for (prompt, _), tokens in zip(starts, heard, strict=True):
-        assert tokens == expected[prompt][: len(tokens)]
-    assert tokens_of(engine, starts[0][0]) == expected[starts[0][0]]
+    loaded = load_folder(demo_folder(), experts="40%", memory_bytes=2**62)
+    with Engine(loaded, chunk_tokens=32) as engine:
+        found = [(chunk.token, chunk.logprob) for chunk in engine.stream(prompt, max_tokens=20)]
+    assert found == expected
+
+
+def test_a_call_that_nobody_evaluated_in_a_thread_that_ended_harms_nobody(
+    engines: dict[str, Engine], expected: dict[str, list[int]]
+) -> None:
+    engine = engines["25%"]
+    left: list[mx.array] = []
+    thread = threading.Thread(target=lambda: left.append(engine.model(mx.array([[5, 6, 7]]))))
+    thread.start()
+    thread.join()
+    assert tokens_of(engine, PROMPTS[0]) == expected[PROMPTS[0]]
+
+
+def test_the_model_called_beside_a_stream_of_another_thread_is_exact(
+    engines: dict[str, Engine], expected: dict[str, list[int]], stock_demo: tuple[Any, Any]
+) -> None:
+    engine = engines["25%"]
+    inputs = [mx.array([[5 + n, 90 + 3 * n, 700 + n]]) for n in range(12)]
+    answers = [stock_demo[0](tokens) for tokens in inputs]
+    mx.eval(answers)
+    right: list[bool] = []
+
+    def call() -> None:
+        right.extend(bool(mx.array_equal(engine.model(t), a).item()) for t, a in zip(inputs, answers, strict=True))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    for prompt in PROMPTS:
+        assert tokens_of(engine, prompt) == expected[prompt]
+    thread.join()
+    assert right == [True] * len(inputs)
 
 
 def test_streams_of_two_threads_each_give_what_they_give_alone(
@@ -159,9 +249,7 @@ def test_a_stream_may_move_to_another_thread(engines: dict[str, Engine], expecte
 
 def test_the_first_token_comes_before_the_second_pass(engines: dict[str, Engine], monkeypatch: Any) -> None:
     engine = engines["25%"]
-    passes: list[int] = []
-    forward = engine._decoder._forward
-    monkeypatch.setattr(engine._decoder, "_forward", lambda t, c: (passes.append(len(t)), forward(t, c))[1])
+    passes = watch_passes(engine, monkeypatch)
     stream = engine.stream([5, 6, 7, 8], max_tokens=5)
     next(stream)
     assert passes == [3, 1], "the prompt's prefill and its last token, nothing more"

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import Listening, expert_arrays, put_bank, switch_modules
+from mlxmoe.experts.layer import Listening, Passes, expert_arrays, put_bank, switch_modules
 from mlxmoe.experts.safetensors import read_header
 
 EXPERTS, WIDTH, TOP_K = 8, 64, 3
@@ -54,10 +54,8 @@ def streamed(kind: str, folder: Path, slots: int) -> nn.Module:
     if not path.exists():
         mx.save_safetensors(str(path), arrays)
     state, infos = read_header(path)
-    tensors = {
-        name: ExpertTensor.stacked(name, path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()
-    }
-    put_bank(module, ExpertBank(tensors, arrays, slots, ExpertReader({path: state})))
+    tensors = {name: ExpertTensor.stacked(path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()}
+    put_bank(module, ExpertBank(tensors, arrays, slots, ExpertReader({path: state})), Passes())
     return module
 
 

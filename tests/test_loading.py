@@ -18,6 +18,7 @@ from tiny import QWEN3_MOE, copy_folder, make_tiny, save
 
 from mlxmoe import (
     CheckpointError,
+    MemoryBudgetError,
     MlxMoeError,
     ModelError,
     ModelNotFoundError,
@@ -78,6 +79,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[MlxMoeError], str]] = {
     "unknown type": (lambda f: config(f, model_type="gpt9"), UnsupportedModelError, r"gpt9.*mlxmoe models"),
     "a type that is a path": (lambda f: config(f, model_type="../x"), UnsupportedModelError, "does not know"),
     "own code": (lambda f: config(f, model_file="x.py"), UnsupportedModelError, "trust_remote_code"),
+    "too many experts a token": (lambda f: config(f, num_experts_per_tok=99), ModelError, "cannot compute"),
+    "a number that is text": (lambda f: config(f, rope_theta="much"), ModelError, "cannot compute|could not build"),
+    "a config too deep": (lambda f: (f / "config.json").write_text("[" * 200_000), ModelError, "not readable JSON"),
     "a config that lacks a key": (
         lambda f: (f / "config.json").write_text('{"model_type": "qwen3_moe"}'), ModelError, "could not build"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, r"no model\*\.safetensors"),
@@ -102,7 +106,7 @@ def test_a_bad_folder_is_refused_by_name(tiny: Path, tmp_path: Path, name: str, 
     threads = threading.active_count()
     with pytest.raises(error, match=says) as caught:
         load(folder, experts=experts)
-    assert "model" in str(caught.value)
+    assert str(folder) in str(caught.value), "the message names the model"
     assert threading.active_count() == threads
 
 
@@ -118,12 +122,39 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         load(tmp_path / "file")
     with pytest.raises(ModelNotFoundError, match="revision="):
         load(tmp_path, revision="main")
+    with pytest.raises(ModelNotFoundError, match="revision="):
+        load(revision="main")
+    for odd in (5, b"x", "a" * 300 + "/" + "b" * 300, "~nobody-of-that-name/x", "with\0nul"):
+        with pytest.raises(ModelNotFoundError):
+            load(odd)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("context", "says"), [(1, "At least 2"), (True, "At least 2"), (513, "made for 512")])
-def test_a_context_that_makes_no_sense_is_refused(tiny: Path, context: int, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+@pytest.mark.parametrize("context", [1, 0, -5, True, "8k", 3.5])
+def test_a_context_that_makes_no_sense_is_refused(tiny: Path, context: Any) -> None:
+    with pytest.raises(MemoryBudgetError, match="no number of tokens"):
         load(tiny, context=context)
+
+
+def test_a_context_beyond_the_models_is_a_warning(tiny: Path) -> None:
+    with pytest.warns(UserWarning, match="made for 512 tokens"), load(tiny, context=600) as engine:
+        assert engine.plan.context == 600
+
+
+def test_a_context_that_does_not_fit_is_cut_and_said(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with load(tiny) as engine:
+        plan = engine.plan
+    assert plan.context == plan.model_context == 512
+    with load(tiny, memory=plan.total_bytes - plan.kv_bytes // 2 - plan.bank_bytes // 2) as engine:
+        assert engine.plan.context == 256
+    assert "made for 512 tokens of context; 256 fit" in caplog.text
+
+
+def test_kv_bytes_are_those_of_real_caches(tiny: Path) -> None:
+    for tokens in (1, 256, 257, 500):
+        with load(tiny, context=max(2, tokens)) as engine:
+            cache = engine._decoder.new_cache()
+            engine._decoder.prefill(list(range(tokens)), cache)
+            assert engine.plan.kv_bytes == sum(entry.nbytes for entry in cache)
 
 
 def test_a_config_with_experts_and_a_model_without_is_refused(tmp_path: Path) -> None:

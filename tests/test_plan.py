@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
-from mlxmoe.memory.plan import MoeLayer, divide_slots, expert_budget, make_plan
+from mlxmoe.memory.plan import KVBytes, MoeLayer, divide_slots, expert_budget, make_plan
 from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
@@ -56,7 +56,16 @@ LAYERS = [MoeLayer(f"layers.{n}", 8, 2, 1000) for n in range(4)]
 
 @pytest.mark.parametrize(
     ("experts", "grant"),
-    [("auto", 9000), ("all", 32000), ("25%", 8000), (0.5, 16000), (12345, 12345), ("12kB", 12000), ("1TB", 32000)],
+    [
+        ("auto", 9000),
+        ("all", 32000),
+        ("25%", 8000),
+        (0.5, 16000),
+        ("0.5", 16000),
+        (12345, 12345),
+        ("12kB", 12000),
+        ("1TB", 32000),
+    ],
 )
 def test_what_experts_grants(experts: Any, grant: int) -> None:
     assert expert_budget(experts, LAYERS, auto_bytes=9000) == grant
@@ -74,7 +83,15 @@ def test_too_small_a_budget_says_what_one_token_needs() -> None:
 def plan(**options: Any) -> Any:
     return make_plan(
         LAYERS,
-        **{"trunk_bytes": 1000, "kv_bytes": 500, "prefill_bytes": 500, "context": 64, "experts": "auto"} | options,
+        **{
+            "trunk_bytes": 1000,
+            "kv": KVBytes(step_bytes=500),
+            "prefill_bytes": 500,
+            "context": 64,
+            "model_context": None,
+            "experts": "auto",
+        }
+        | options,
     )
 
 
@@ -90,8 +107,32 @@ def test_a_plan_keeps_to_its_memory_or_is_refused(memory: int) -> None:
 
 
 def test_experts_that_do_not_fit_the_memory_are_refused_with_what_would() -> None:
-    with pytest.raises(MemoryBudgetError, match="Lower experts= to 18000 bytes"):
+    with pytest.raises(MemoryBudgetError, match=r"20\.0 kB, but .* 32\.0 kB for experts='all' need 34\.0 kB"):
         plan(memory_bytes=20_000, experts="all")
+
+
+def test_the_context_is_the_models_where_it_fits() -> None:
+    assert plan(memory_bytes=100_000, context=None, model_context=4096).context == 4096
+    assert plan(memory_bytes=100_000, context=None, model_context=None).context is None
+
+
+@given(memory=st.integers(10_500, 60_000), model_context=st.integers(300, 100_000))
+def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(memory: int, model_context: int) -> None:
+    made = plan(memory_bytes=memory, context=None, model_context=model_context)
+    assert made.total_bytes <= memory
+    assert made.context <= model_context
+    assert made.bank_bytes >= 8000
+    if made.context < model_context:
+        room = memory - 1500 - 8000
+        assert made.kv_bytes <= max(500, room // 4)
+        assert made.kv_bytes + 500 > room // 4, "as much as fits"
+
+
+def test_a_kv_cache_with_windows_stops_growing() -> None:
+    kv = KVBytes(fixed_bytes=10, step_bytes=100, windows=((2, 30), (4, 7)))
+    assert [kv.of(tokens) for tokens in (None, 1, 256, 257, 1024, 2560)] == [147, 147, 147, 284, 498, 1098]
+    assert kv.tokens_in(284) == 512
+    assert kv.tokens_in(100) == 0
 
 
 @pytest.mark.parametrize(
@@ -120,5 +161,7 @@ def test_usable_memory_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("mlxmoe.memory.reading.psutil.virtual_memory", lambda: Machine)
     assert usable_bytes() == 20 * 2**30 - int(3.2 * 2**30)
+    monkeypatch.setattr("mlxmoe.memory.reading.working_set_bytes", lambda: 12 * 2**30)
+    assert 11 * 2**30 < usable_bytes() <= 12 * 2**30, "the GPU's working set bounds it too"
     Machine.available = 2**29
     assert usable_bytes() == 0

@@ -52,6 +52,60 @@ def test_short_reads_are_continued(file: Path) -> None:
     assert target == file.read_bytes()
 
 
+def test_large_pieces_are_cut_for_all_threads(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(20_000_000))
+    sizes: list[int] = []
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        sizes.append(len(buffers[0]))
+        return os.preadv(descriptor, buffers, offset)
+
+    target = bytearray(20_000_000)
+    ExpertReader(state(path), preadv=preadv).read(pieces(path, target, 1))
+    assert target == path.read_bytes()
+    assert max(sizes) <= 4 * 2**20
+    assert len(sizes) == 5
+
+
+def test_a_read_cut_short_is_waited_for_by_the_next(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C ends even the wait for the threads: none of them may write once the next read has begun."""
+    late = threading.Event()
+    first = [True]
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if first[0] and threading.current_thread() is not threading.main_thread():
+            late.wait(5)
+        return os.preadv(descriptor, buffers, offset)
+
+    reader, target = ExpertReader(state(file), preadv=preadv), bytearray(SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxmoe.experts.checkpoint.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(pieces(file, target, 4))
+    first[0] = False
+    threading.Timer(0.1, late.set).start()
+    reader.read([Piece(file, 0, memoryview(target)[:10])])
+    assert late.is_set(), "the next read waited for the threads that were still writing"
+    assert target == file.read_bytes()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_it_opens_files_as_macos_wants_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(
+        "mlxmoe.experts.checkpoint.fcntl.fcntl", lambda _, command, value: calls.append((command, value))
+    )
+    target = bytearray(SIZE)
+    ExpertReader(state(file)).read(pieces(file, target, 1))
+    assert calls == [(45, 0)], "F_RDAHEAD off"
+    assert target == file.read_bytes()
+
+
 def test_a_failing_read_says_where_and_the_next_one_works(file: Path) -> None:
     failing = [True]
 
@@ -148,5 +202,5 @@ def test_shares_hold_every_piece_once_and_are_even(sizes: list[int], shares: int
 
 
 def test_stacked_experts_lie_one_behind_the_other() -> None:
-    tensor = ExpertTensor.stacked("w", Path("x"), offset=100, nbytes=60, num_experts=3)
+    tensor = ExpertTensor.stacked(Path("x"), offset=100, nbytes=60, num_experts=3)
     assert (tensor.nbytes, list(tensor.offsets)) == (20, [100, 120, 140])

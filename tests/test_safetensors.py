@@ -99,6 +99,13 @@ def test_a_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path: Pat
         read_checkpoint(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"x": entry()}, b"\0" * 8)
+    write(tmp_path / "model2.safetensors", {"x": entry()}, b"\1" * 8)
+    with pytest.raises(CheckpointError, match=r"tensor x is in two files, model\.safetensors and model2"):
+        read_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}'])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
     write(tmp_path / "model.safetensors", {})

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlxmoe import SamplingError, load
-from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.sampling import Sampled, Sampler, SamplingSettings
 
 LOGITS = mx.random.normal((1, 50), key=mx.random.key(5)) * 3
 
@@ -30,6 +30,8 @@ LOGITS = mx.random.normal((1, 50), key=mx.random.key(5)) * 3
         {"min_p": 1.5},
         {"repetition_penalty": 0},
         {"repetition_penalty": -2.0},
+        {"repetition_penalty": 1e-45},
+        {"temperature": 10**400},
         {"seed": -1},
         {"seed": 2**64},
         {"seed": 1.5},
@@ -60,22 +62,22 @@ def test_draws_are_those_of_mlx_lm_with_the_same_key(settings: dict[str, Any]) -
     )
     logprobs = LOGITS - mx.logsumexp(LOGITS, keepdims=True)
     mx.random.seed(3)  # both split the same key in two for each draw
-    assert [ours(LOGITS, []).token for _ in range(40)] == [theirs(logprobs).item() for _ in range(40)]
+    assert [ours(LOGITS, [])[0].item() for _ in range(40)] == [theirs(logprobs).item() for _ in range(40)]
 
 
 def test_greedy_takes_the_likeliest_and_its_logprob() -> None:
-    token, logprob = Sampler(SamplingSettings())(LOGITS, [])
+    token, logprob = Sampled.of(*Sampler(SamplingSettings())(LOGITS, []))
     assert token == mx.argmax(LOGITS).item()
     assert logprob == pytest.approx((LOGITS[0, token] - mx.logsumexp(LOGITS)).item())
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
 def test_a_minute_temperature_is_greedy_and_no_nan(temperature: float) -> None:
-    assert Sampler(SamplingSettings(temperature=temperature))(LOGITS, []).token == mx.argmax(LOGITS).item()
+    assert Sampler(SamplingSettings(temperature=temperature))(LOGITS, [])[0].item() == mx.argmax(LOGITS).item()
 
 
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
-    many = [Sampler(SamplingSettings(temperature=1.0, top_k=k, seed=1))(LOGITS, []).token for k in (0, 50, 10**6)]
+    many = [Sampler(SamplingSettings(temperature=1.0, top_k=k, seed=1))(LOGITS, [])[0].item() for k in (0, 50, 10**6)]
     assert len(set(many)) == 1
 
 
@@ -83,10 +85,10 @@ def test_repetition_penalty_makes_the_same_token_less_likely() -> None:
     best = int(mx.argmax(LOGITS).item())
     plain = Sampler(SamplingSettings())(LOGITS, [best])
     penalized = Sampler(SamplingSettings(repetition_penalty=100.0))(LOGITS, [best])
-    assert plain.token == best != penalized.token
+    assert plain[0].item() == best != penalized[0].item()
     worst = int(mx.argmin(LOGITS).item())
     far_back = Sampler(SamplingSettings(repetition_penalty=100.0))(LOGITS, [best] + [worst] * 20)
-    assert far_back.token == best, "it looks back 20 tokens"
+    assert far_back[0].item() == best, "it looks back 20 tokens"
 
 
 def test_the_users_random_state_is_left_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
 from mlxmoe.hub import demo_folder
@@ -43,36 +44,53 @@ def make_tiny(
     *,
     bits: int | None = 4,
     quantization: dict[str, Any] | Literal["default"] | None = "default",
-    predicate: Callable[[str, nn.Module], dict[str, Any] | bool] = lambda path, module: True,
+    predicate: Callable[[str, nn.Module], dict[str, Any] | bool] | None = None,
     dtype: mx.Dtype = mx.float32,
 ) -> Path:
     """Write a random checkpoint of `config` (default: a qwen3_moe) to `folder`, with the demo's tokenizer.
 
     `bits`: of groups of 32, None for none; `quantization` says more than that, and `predicate` says for each module
-    whether and how.
+    whether and how: by default the definition's own says it, and a width that the group size does not divide stays as
+    it is, both as with `mlx_lm.convert`. A config that brings a quantisation of its own keeps it.
     """
-    config = dict(QWEN3_MOE if config is None else config)
+    config = copy.deepcopy(QWEN3_MOE if config is None else config)
     if quantization == "default":
-        quantization = None if bits is None else {"group_size": 32, "bits": bits}
+        quantization = None if bits is None or "quantization" in config else {"group_size": 32, "bits": bits}
     mx.random.seed(7)
     model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    model = model_class(args_class.from_dict(copy.deepcopy(config)))
     model.set_dtype(dtype)
+    model.update(tree_map(_varied, model.parameters()))
     if quantization is not None:
         config["quantization"] = dict(quantization)
+        wanted = predicate or getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
         def decide(path: str, module: nn.Module) -> dict[str, Any] | bool:
-            decision = predicate(path, module) if hasattr(module, "to_quantized") else False
-            if decision is not True and hasattr(module, "to_quantized"):
+            if not hasattr(module, "to_quantized") or module.weight.shape[-1] % quantization["group_size"]:
+                return False
+            decision = wanted(path, module)
+            if decision is not True:
                 config["quantization"][path] = decision
             return decision
 
         nn.quantize(model, **quantization, class_predicate=decide)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder, dict(tree_flatten(model.parameters())), config)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_folder() / name, folder / name)
+    shutil.copy(demo_folder() / "tokenizer.json", folder)
+    tokenizer = json.loads((demo_folder() / "tokenizer_config.json").read_text())
+    tokenizer["chat_template_type"] = None  # mlx-lm has a default for some types that needs a template here
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+def _varied(array: mx.array) -> mx.array:
+    """Something random where a definition starts from zeros: a router of zeros would not route."""
+    if array.any() or not array.size:
+        return array
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return mx.random.randint(0, 2**31 - 1, array.shape).astype(array.dtype)
+    spread = 0.1 if array.ndim > 1 else 0.02  # a bias on the router's scores must not outweigh them
+    return (spread * mx.random.normal(array.shape)).astype(array.dtype)
 
 
 def save(folder: Path, weights: dict[str, mx.array], config: dict[str, Any]) -> None:

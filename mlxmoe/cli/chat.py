@@ -11,6 +11,7 @@ import typer
 from mlxmoe import RequestError, Session
 from mlxmoe.cli import common
 from mlxmoe.memory.sizes import format_bytes
+from mlxmoe.reply import ReplyOptions, ReplySettings
 
 HELP = "/reset starts afresh, /stats shows the expert cache, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
 
@@ -29,18 +30,30 @@ def chat(
     min_p: common.MinP = 0.0,
     repetition_penalty: common.RepetitionPenalty = None,
     seed: common.Seed = None,
+    adapter: common.Adapter = None,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     quiet: common.Quiet = False,
     debug: common.Debug = False,
 ) -> None:
     """Talk with a model. Where stdin is no terminal, each of its lines is a turn."""
+    options: ReplyOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    ReplySettings.check(**options)  # before the model is loaded
     engine = common.load_engine(
         model,
         quiet,
-        experts=common.parse_experts(experts),
+        experts=experts,
         memory=memory,
         context=context,
+        adapter=adapter,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
@@ -67,10 +80,7 @@ def chat(
                         f"{stats.evictions} evictions, {format_bytes(stats.bytes_read)} read"
                     )
                 case text:
-                    _turn(
-                        session, text, quiet, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
-                        top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed,
-                    )  # fmt: skip
+                    _turn(session, text, quiet, options)
 
 
 def _read_line() -> str | None:
@@ -86,9 +96,9 @@ def _read_line() -> str | None:
         return None
 
 
-def _turn(session: Session, text: str, quiet: bool, **options: object) -> None:
+def _turn(session: Session, text: str, quiet: bool, options: ReplyOptions) -> None:
     try:
-        common.show_reply(session.stream(text, **options), quiet)  # type: ignore[arg-type]
+        common.show_reply(session.stream(text, **options), quiet)
     except KeyboardInterrupt:
         common.notes.print("(stopped)", style="dim")
     except RequestError as error:  # a prompt too long, a template that refuses: the conversation goes on

@@ -23,6 +23,7 @@ from mlxmoe import (
     RequestError,
     load,
 )
+from mlxmoe.hub import demo_folder
 from mlxmoe.memory.sizes import format_bytes
 
 # Exit codes, from the most to the least particular; 2 is also what a wrong option gives, 130 is Ctrl-C.
@@ -46,13 +47,14 @@ ModelOption = Annotated[
     typer.Option("--model", "-m", help="Folder or hub id; without it the built-in demo model.", show_default=False),
 ]
 Experts = Annotated[
-    str, typer.Option(help="Routed experts kept in memory: auto, all, 12GB or 25%. Never changes a word.")
+    str, typer.Option(help="Routed experts kept in memory: auto, all, 12GB or 25%. The words stay the same.")
 ]
 Memory = Annotated[
     str | None,
     typer.Option(help="The most to use, as 24GB; by default what is free now.", show_default=False),
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens, prompt and reply, that must fit.", show_default=False)]
+Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
 MaxTokens = Annotated[int, typer.Option(help="The reply's most tokens.")]
@@ -80,6 +82,11 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
         except BrokenPipeError:
             _leave_quietly()
+        except OSError as error:
+            if options.get("debug"):
+                raise
+            notes.print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(1) from error
         except Exception as error:
             if options.get("debug"):
                 raise
@@ -104,11 +111,6 @@ def _leave_quietly() -> None:
     """The reader of our output has gone (`| head`): say nothing, not even at the interpreter's last flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(0)
-
-
-def parse_experts(text: str) -> int | str:
-    """The --experts option as load() takes it: a plain number is bytes."""
-    return int(text) if text.isascii() and text.isdigit() else text
 
 
 @contextmanager
@@ -138,7 +140,7 @@ def load_engine(model: str | None, quiet: bool, **options: Any) -> Engine:
 def describe(engine: Engine) -> str:
     """One line: the model, its experts in memory, its context."""
     plan = engine.plan
-    name = "built-in demo model" if engine.path.name == "demo" else engine.path.name
+    name = "built-in demo model" if engine.path == demo_folder() else engine.path.name
     parts = [f"{name}: trunk {format_bytes(plan.trunk_bytes)}"]
     layers = engine.stats().layers
     if layers:
@@ -146,7 +148,10 @@ def describe(engine: Engine) -> str:
         where = "all in memory" if slots == most else f"{slots} of {most} in memory ({format_bytes(plan.bank_bytes)})"
         parts.append(f"experts {format_bytes(plan.expert_bytes)}, {where}")
     if plan.context is not None:
-        parts.append(f"context {plan.context} tokens")
+        whole = (
+            "" if plan.model_context in (None, plan.context) else f" (the model was made for {plan.model_context})"
+        )
+        parts.append(f"context {plan.context} tokens{whole}")
     return ", ".join(parts)
 
 

@@ -28,6 +28,7 @@ def generate(
         list[str] | None, typer.Option(help="Ends the reply; may be repeated.", show_default=False)
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt: no chat template.")] = False,
+    adapter: common.Adapter = None,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     quiet: common.Quiet = False,
@@ -38,9 +39,10 @@ def generate(
     engine = common.load_engine(
         model,
         quiet,
-        experts=common.parse_experts(experts),
+        experts=experts,
         memory=memory,
         context=context,
+        adapter=adapter,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 import typer
 
 from mlxmoe.cli.chat import chat
@@ -11,7 +15,7 @@ from mlxmoe.cli.verify import verify
 
 app = typer.Typer(
     name="mlxmoe",
-    help="Mixture-of-Experts language models larger than this machine's memory: exact, and never swapping.",
+    help="Mixture-of-Experts language models, also larger than this machine's memory, with the same words.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,8 +27,22 @@ app.command()(models)
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, whatever the standard streams are."""
+    _open_standard_streams()
     app()
+
+
+def _open_standard_streams() -> None:
+    """Closed ones lead nowhere (no file may get their number); what cannot be encoded is replaced."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -99,9 +99,9 @@ class ExpertBank:
         However this ends (a failed read, Ctrl-C), no slot claims bytes that it does not hold.
         Raises CheckpointReadError.
         """
+        self._changing = True
         missing = [expert for expert in wave if expert not in self._policy]
         if missing:
-            self._changing = True
             self._make_room(len(missing), wave)
             targets = self._free[: len(missing)]
             self._reader.read(self._pieces(missing, targets))

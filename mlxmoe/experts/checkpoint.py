@@ -11,7 +11,8 @@ import heapq
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,20 @@ from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.safetensors import FileState
 
 READ_THREADS = 4  # parallel reads of 1-4 MB reach an SSD's rate with four threads
+PIECE_BYTES = 4 * 2**20  # of one read: larger ones leave the other threads idle
 INLINE_BYTES = 256 * 1024  # handing less than this to a thread costs more than reading it
+
+# fcntl(2) on macOS, sys/fcntl.h; Python's fcntl module names it only since 3.13.
+F_RDAHEAD = 45
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """One tensor of a layer's experts (say `gate_proj.weight`) as it lies on disk.
+    """One tensor of a layer's experts as it lies on disk.
 
     `nbytes`: bytes of one expert's part. `files[e]`, `offsets[e]`: where expert `e`'s part starts.
     """
 
-    name: str
     nbytes: int
     files: Sequence[Path]
     offsets: Sequence[int]
@@ -40,11 +44,11 @@ class ExpertTensor:
         assert len(self.files) == len(self.offsets), "one file and one offset for each expert"
 
     @classmethod
-    def stacked(cls, name: str, file: Path, offset: int, nbytes: int, num_experts: int) -> ExpertTensor:
+    def stacked(cls, file: Path, offset: int, nbytes: int, num_experts: int) -> ExpertTensor:
         """Experts one behind the other on axis 0, `nbytes` in all: MLX's own layout."""
         assert nbytes % num_experts == 0, "experts of one layer are of one size"
         stride = nbytes // num_experts
-        return cls(name, stride, (file,) * num_experts, range(offset, offset + nbytes, stride))
+        return cls(stride, (file,) * num_experts, range(offset, offset + nbytes, stride))
 
 
 class Piece(NamedTuple):
@@ -63,7 +67,7 @@ def open_for_scattered_reads(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if sys.platform == "darwin":
-            fcntl.fcntl(descriptor, fcntl.F_RDAHEAD, 0)
+            fcntl.fcntl(descriptor, F_RDAHEAD, 0)
         elif hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     except OSError:
@@ -90,15 +94,16 @@ class ExpertReader:
         self._preadv = preadv
         self._descriptors: dict[Path, int] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._in_flight: list[Future[None]] = []
+        self._reading = False  # still set when a read begins: the one before failed or was cut short
         self._lock = threading.Lock()
         self._closed = False
+        weakref.finalize(self, _close_descriptors, self._descriptors)
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Fill every piece's target. Modifies the targets; on an error their contents are undefined.
 
-        Returns or raises only when no thread writes to any target any more. Where even that wait is cut short
-        (a second Ctrl-C), the next call waits first. Raises CheckpointReadError.
+        Returns or raises only when no thread writes to any target any more. Where even that wait is cut short (a
+        second Ctrl-C), the next call waits first. Raises CheckpointReadError.
         """
         with self._lock:
             self._settle()
@@ -106,15 +111,18 @@ class ExpertReader:
                 raise CheckpointReadError("The expert reader is closed; load the model again.")
             for path in {piece.file for piece in pieces}:
                 self._refuse_changed(path)
-            shares = split_evenly(pieces, self._shares(pieces))
+            mine, *others = split_evenly(pieces, self._shares(pieces))
+            self._reading = True
+            futures: list[Future[None]] = []
             try:
-                for share in shares[1:]:
-                    self._in_flight.append(self._started_pool().submit(self._read_share, share))
-                self._read_share(shares[0])
+                for share in others:
+                    futures.append(self._submit(share))
+                self._read_share(mine)
             finally:
-                futures = self._settle()
+                wait(futures)
             for future in futures:
                 future.result()
+            self._reading = False
 
     def close(self) -> None:
         """Wait for reads under way, end the threads, close the files. May be called twice."""
@@ -124,25 +132,29 @@ class ExpertReader:
             if self._pool is not None:
                 self._pool.shutdown(wait=True)
                 self._pool = None
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            _close_descriptors(self._descriptors)
 
-    def _settle(self) -> list[Future[None]]:
-        """Wait until no read is under way; the futures that were."""
-        wait(self._in_flight)
-        futures, self._in_flight = self._in_flight, []
-        return futures
+    def _settle(self) -> None:
+        """Wait for whatever a read that failed or was cut short may have left running, known to us or not."""
+        if self._reading and self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+        self._reading = False
 
     def _shares(self, pieces: Sequence[Piece]) -> int:
         if sum(len(piece.target) for piece in pieces) <= INLINE_BYTES:
             return 1
-        return max(1, min(self._threads, len(pieces)))
+        return self._threads
 
-    def _started_pool(self) -> ThreadPoolExecutor:
+    def _submit(self, share: Sequence[Piece]) -> Future[None]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="mlxmoe-read")
-        return self._pool
+        try:
+            return self._pool.submit(self._read_share, share)
+        except RuntimeError as error:
+            raise CheckpointReadError(
+                f"No thread can be started to read experts ({error}). Raise the limit on threads, or end programs."
+            ) from error
 
     def _refuse_changed(self, path: Path) -> None:
         try:
@@ -179,14 +191,26 @@ class ExpertReader:
                 done += count
 
 
+def _close_descriptors(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
 def split_evenly(pieces: Sequence[Piece], shares: int) -> list[list[Piece]]:
     """Deal `pieces` into `shares` lists of about equal bytes, the largest first (longest-processing-time rule)."""
     if shares == 1:
         return [list(pieces)]
     dealt: list[list[Piece]] = [[] for _ in range(shares)]
     loads = [(0, share) for share in range(shares)]
-    for piece in sorted(pieces, key=lambda piece: len(piece.target), reverse=True):
+    for piece in sorted(_cut(pieces), key=lambda piece: len(piece.target), reverse=True):
         load, share = heapq.heappop(loads)
         dealt[share].append(piece)
         heapq.heappush(loads, (load + len(piece.target), share))
     return dealt
+
+
+def _cut(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The same bytes in pieces of at most PIECE_BYTES."""
+    for path, offset, target in pieces:
+        for start in range(0, len(target), PIECE_BYTES):
+            yield Piece(path, offset + start, target[start : start + PIECE_BYTES])

@@ -9,7 +9,9 @@ instance keeps its place in the model and its parameters' names; its class becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
 
@@ -18,50 +20,94 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
+from mlxmoe.errors import RequestError
 from mlxmoe.experts.bank import ExpertBank
 
 SWITCH_TYPES = (SwitchGLU, SwitchMLP)
 LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
 
-KEEP_PENDING_BYTES = 1 << 20  # a larger output is evaluated at once rather than kept from call to call
+KEEP_PENDING_BYTES = 1 << 20  # a larger output is evaluated at once rather than kept until the pass is over
 
 Forward = Callable[[mx.array, mx.array], mx.array]
+
+
+class Passes:
+    """Whose turn it is: forward passes over one set of banks run one at a time.
+
+    Within a pass (`with passes.one()`) outputs may stay unevaluated, because whoever opened it evaluates them in the
+    same thread before it ends. A model called outside of any pass gets its layers' outputs evaluated at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Wait for the pass under way, then hold the turn for one pass.
+
+        Raises RequestError within a pass of the same thread: a signal handler must not touch slots in use.
+        """
+        if self.mine:
+            raise RequestError(
+                "The engine is in the middle of a step in this very thread, and a signal handler or callback called "
+                "it again. Call it when the step is over."
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread is within a pass."""
+        return self._owner == threading.get_ident()
 
 
 class ExpertStream:
     """How one layer computes from its bank, in as many waves as that takes."""
 
-    def __init__(self, bank: ExpertBank) -> None:
+    def __init__(self, bank: ExpertBank, passes: Passes) -> None:
         self.bank = bank
+        self._passes = passes
         self._pending: list[mx.array] = []
 
     def __call__(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
         """`x [..., D]`, `indices [..., K]` of experts -> `[..., K, D]`; `forward` is the stock layer over slots.
 
-        One host sync. It also evaluates what this layer returned last: nothing unevaluated reads a slot when
-        slots are overwritten, whoever called in between.
+        One host sync. It also evaluates what this layer returned last in the same pass, so that nothing unevaluated
+        reads a slot when slots are overwritten.
         """
-        mx.eval(indices, self._pending)
-        self._pending = []
+        if self._passes.mine:
+            out = self._compute(x, indices, forward)
+            if out.nbytes > KEEP_PENDING_BYTES:
+                mx.eval(out)
+            else:
+                self._pending = [out]
+            return out
+        with self._passes.one():
+            self.take_pending()  # of a pass that was cut short: nobody will ask for it
+            out = self._compute(x, indices, forward)
+            mx.eval(out)
+            return out
+
+    def take_pending(self) -> list[mx.array]:
+        """What this layer returned last and may not be evaluated yet, for the pass to evaluate."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _compute(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
+        mx.eval(indices, self.take_pending())
         experts = cast(list[int], indices.flatten().tolist())
         last_use = dict(zip(experts, count()))
         waves = self.bank.waves(last_use)
-        if len(waves) == 1:
-            self.bank.admit(waves[0], last_use)
-            slots = mx.array(self.bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
-            out = forward(x, slots)
-        else:
-            out = self._in_waves(x, indices, experts, waves, last_use, forward)
-        if out.nbytes > KEEP_PENDING_BYTES:
-            mx.eval(out)
-        else:
-            self._pending = [out]
-        return out
-
-    def settle(self) -> None:
-        """Evaluate what this layer returned last, in the thread that built it."""
-        mx.eval(self._pending)
-        self._pending = []
+        if len(waves) > 1:
+            return self._in_waves(x, indices, experts, waves, last_use, forward)
+        self.bank.admit(waves[0], last_use)
+        slots = mx.array(self.bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
+        return forward(x, slots)
 
     def _in_waves(
         self,
@@ -124,10 +170,10 @@ def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
     }
 
 
-def put_bank(module: nn.Module, bank: ExpertBank) -> None:
+def put_bank(module: nn.Module, bank: ExpertBank, passes: Passes) -> None:
     """Let `module` compute from `bank`. Its own arrays are replaced; they were never evaluated."""
     module.update(tree_unflatten(list(bank.arrays.items())))
-    module.expert_stream = ExpertStream(bank)
+    module.expert_stream = ExpertStream(bank, passes)
     module.__class__ = _mixed(_Streaming, type(module))
 
 

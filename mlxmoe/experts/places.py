@@ -56,10 +56,10 @@ def locate_experts(
             name = f"{path}.{key}"
             source = untouched[name]
             if source is not None:
-                places[path][key] = _stacked(checkpoint.tensors[source], key, array)
+                places[path][key] = _stacked(checkpoint.tensors[source], array)
             else:
                 assert trace is not None, "what is not untouched is traced"
-                places[path][key] = trace.place(name, key, array)
+                places[path][key] = trace.place(name, array)
     return places
 
 
@@ -67,14 +67,14 @@ def _sanitized(model: nn.Module, weights: Weights) -> Weights:
     return cast(Weights, model.sanitize(dict(weights))) if hasattr(model, "sanitize") else weights
 
 
-def _stacked(info: TensorInfo, key: str, array: mx.array) -> ExpertTensor:
+def _stacked(info: TensorInfo, array: mx.array) -> ExpertTensor:
     """The place of an array `[experts, ...]` that is stored as it is."""
     if info.shape != tuple(array.shape):
         raise CheckpointError(
             f"{info.file}: tensor {info.name} has shape {list(info.shape)}, but the model wants {list(array.shape)}."
         )
     _refuse_other_dtype(info, array)
-    return ExpertTensor.stacked(key, info.file, info.offset, info.nbytes, info.shape[0])
+    return ExpertTensor.stacked(info.file, info.offset, info.nbytes, info.shape[0])
 
 
 def _refuse_other_dtype(info: TensorInfo, array: mx.array) -> None:
@@ -112,7 +112,7 @@ class _Trace:
         except Exception:  # it needs the real shapes or values: then it computes, and its layout is not in place
             self._parameters = {}
 
-    def place(self, name: str, key: str, array: mx.array) -> ExpertTensor:
+    def place(self, name: str, array: mx.array) -> ExpertTensor:
         """Where each expert's part of `array` lies, by the numbers that `sanitize` made of it."""
         numbers = self._parameters.get(name)
         if numbers is None or numbers.dtype != mx.int32 or numbers.shape[0] != array.shape[0]:
@@ -129,7 +129,7 @@ class _Trace:
             _refuse_other_dtype(source.info, array)
             files.append(source.info.file)
             offsets.append(source.info.offset + start * nbytes)
-        return ExpertTensor(key, nbytes, tuple(files), tuple(offsets))
+        return ExpertTensor(nbytes, tuple(files), tuple(offsets))
 
     def _stand_ins(self, checkpoint: Checkpoint, wanted: list[mx.array]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every stored tensor whose shape says that it may hold one or all experts, one or two fused parts each."""

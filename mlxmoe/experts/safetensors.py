@@ -92,6 +92,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files: dict[Path, FileState] = {}
     for path in paths:
         files[path], found = read_header(path)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise CheckpointError(
+                f"{folder}: tensor {twice[0]} is in two files, {tensors[twice[0]].file.name} and {path.name}, and "
+                f"{len(twice) - 1} more are too. Remove the file that does not belong to the model."
+            )
         tensors.update(found)
     if absent := sorted(set(index) - set(tensors)):
         raise CheckpointError(
@@ -132,7 +137,7 @@ def read_header(path: Path) -> tuple[FileState, dict[str, TensorInfo]]:
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is not JSON ({error}). Download it again.") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is not a JSON object. Download it again.")
@@ -168,7 +173,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors index ({error}). Download it again.") from error
 
 

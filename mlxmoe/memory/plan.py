@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
+
+KV_STEP = 256  # tokens by which mlx-lm's caches grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,40 @@ class MoeLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class KVBytes:
+    """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens.
+
+    `windows`: for caches that stop growing, the steps and bytes of each: `(most_steps, step_bytes)`.
+    """
+
+    fixed_bytes: int = 0
+    step_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def of(self, tokens: int | None) -> int:
+        """Bytes for `tokens`; for the first step where no length is known."""
+        steps = -(-(tokens or 1) // KV_STEP)
+        windows = sum(min(steps, most) * step_bytes for most, step_bytes in self.windows)
+        return self.fixed_bytes + steps * self.step_bytes + windows
+
+    def tokens_in(self, nbytes: int) -> int:
+        """The most tokens, in whole steps, whose cache takes at most `nbytes`."""
+        low, high = 0, 2**24
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.of(middle * KV_STEP) <= nbytes else (low, middle - 1)
+        return low * KV_STEP
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How the memory is divided; all in bytes except `context` and `slots`.
 
     `trunk_bytes`: weights that are no routed experts. `expert_bytes`: all routed experts, wherever they are.
     `bank_bytes`: what of them has a slot. `kv_bytes`: KV cache of `context` tokens. `prefill_bytes`: room for a
     prefill chunk's activations. `memory_bytes`: the budget that was divided. `context`: tokens, prompt and reply,
-    or None where neither the model nor the user sets a bound. `slots`: slots of each MoE layer by its path; a layer
-    with all its experts is resident.
+    or None where neither the model nor the user sets a bound. `model_context`: what the model was
+    made for. `slots`: slots of each MoE layer by its path; a layer with all its experts is resident.
     """
 
     trunk_bytes: int
@@ -47,6 +76,7 @@ class Plan:
     prefill_bytes: int
     memory_bytes: int
     context: int | None
+    model_context: int | None
     slots: dict[str, int]
 
     @property
@@ -120,33 +150,34 @@ def make_plan(
     layers: Sequence[MoeLayer],
     *,
     trunk_bytes: int,
-    kv_bytes: int,
+    kv: KVBytes,
     prefill_bytes: int,
     context: int | None,
+    model_context: int | None,
     experts: int | float | str,
     memory_bytes: int,
 ) -> Plan:
-    """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers."""
-    rest = memory_bytes - trunk_bytes - kv_bytes - prefill_bytes
+    """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers.
+
+    `context`: tokens that must fit, None for `model_context` or as much of it as fits. `kv`: what the cache of a
+    context takes.
+    """
     total = sum(layer.nbytes for layer in layers)
     floor = sum(layer.floor_bytes for layer in layers)
-    fixed = (
-        f"{format_bytes(trunk_bytes)} trunk, {format_bytes(kv_bytes)} KV cache for {context or 'any'} tokens, "
-        f"{format_bytes(prefill_bytes)} for prefill"
-    )
-    if rest < floor and (experts == "auto" or not layers):
+    least = expert_budget(experts, layers, auto_bytes=floor) if layers else 0
+    if context is None:
+        context = _fitting_context(model_context, kv, memory_bytes - trunk_bytes - prefill_bytes, least, total)
+    kv_bytes = kv.of(context)
+    fixed = trunk_bytes + kv_bytes + prefill_bytes
+    if fixed + least > memory_bytes:
+        what = "one token's experts" if experts == "auto" else f"experts={experts!r}"
         raise MemoryBudgetError(
-            f"The memory budget is {format_bytes(memory_bytes)}, but {fixed} and one token's experts "
-            f"({format_bytes(floor)}) need {format_bytes(memory_bytes - rest + floor)}. "
-            f"Lower context=, raise memory=, or take a smaller model."
+            f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
+            f"{format_bytes(kv_bytes)} KV cache for {context or 'any'} tokens, {format_bytes(prefill_bytes)} for "
+            f"prefill and {format_bytes(least)} for {what} need {format_bytes(fixed + least)}. Lower experts= or "
+            f"context=, raise memory= if the machine has more to give, or take a smaller model."
         )
-    budget = expert_budget(experts, layers, max(rest, floor)) if layers else 0
-    if budget > rest:
-        raise MemoryBudgetError(
-            f"experts={experts!r} takes {format_bytes(budget)}; with {fixed} that is "
-            f"{format_bytes(memory_bytes - rest + budget)}, and the budget is {format_bytes(memory_bytes)}. "
-            f"Lower experts= to {max(rest, 0)} bytes or less, or set memory= if the machine has more to give."
-        )
+    budget = expert_budget(experts, layers, auto_bytes=memory_bytes - fixed) if layers else 0
     slots = divide_slots(budget, layers) if budget < total else {m.path: m.num_experts for m in layers}
     return Plan(
         trunk_bytes=trunk_bytes,
@@ -156,21 +187,30 @@ def make_plan(
         prefill_bytes=prefill_bytes,
         memory_bytes=memory_bytes,
         context=context,
+        model_context=model_context,
         slots=slots,
     )
 
 
+def _fitting_context(model_context: int | None, kv: KVBytes, room: int, least: int, total: int) -> int | None:
+    """The model's own context if it fits beside all experts; else what fits a quarter of the room beside the least.
+
+    `room`: bytes for experts and KV; `least`, `total`: bytes of the experts that must and that could be in memory.
+    """
+    if model_context is None or kv.of(model_context) <= max(room - total, (room - least) // 4):
+        return model_context
+    fitting = kv.tokens_in(max(0, room - least) // 4)
+    return max(min(fitting, model_context), min(KV_STEP, model_context))
+
+
 def _share(experts: float | str) -> float | None:
-    """`0.25` or `"25%"` as a fraction; None where it is no share at all."""
+    """`0.25`, `"0.25"` or `"25%"` as a fraction; None where it is no share at all."""
     if isinstance(experts, float):
         return experts
-    number = experts.strip()
-    if not number.endswith("%"):
-        return None
-    try:
-        return float(number[:-1]) / 100
-    except ValueError:
-        return None
+    percent = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", experts)
+    if percent:
+        return float(percent[1]) / 100
+    return float(experts) if re.fullmatch(r"\s*0?\.[0-9]+\s*", experts) else None
 
 
 def _percent_up(part: int, whole: int) -> int:

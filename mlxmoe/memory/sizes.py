@@ -21,7 +21,7 @@ def parse_bytes(size: int | str, what: str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
     elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) and match[2].upper() in _UNITS:
-        count = int(float(match[1]) * _UNITS[match[2].upper()])
+        count = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0**62))
     else:
         raise MemoryBudgetError(f"{what}={size!r} is not a size. Write bytes, or for example '12GB' or '1.5GiB'.")
     if count <= 0:
