@@ -23,6 +23,7 @@ from mlxmoe.errors import (
     UnsupportedModelError,
 )
 from mlxmoe.memory.plan import Plan
+from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
@@ -51,4 +52,5 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "load",
+    "register",
 ]

@@ -1,38 +1,123 @@
-"""Model types: which definitions of the installed mlx-lm hold routed experts, and which of them were checked here.
+"""Model types: the definitions of mlx-lm with routed experts that this project's tests hold to stock, a line each.
 
-A type that is not checked works all the same if its expert modules are found by type; `mlxmoe verify` proves it on
-the model at hand. Reads mlx-lm's sources as text: nothing is imported.
+The definitions are mlx-lm's own, and whatever is built of its SwitchGLU or SwitchMLP modules can stream: the table
+says what was checked, not what is allowed. Knows names only; runs no model.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
+import sys
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 
-# Types whose streaming is held bit-identical to stock mlx-lm by this project's own tests.
-CHECKED = frozenset({"qwen3_moe", "mixtral"})
+from mlxmoe.errors import UnsupportedModelError
 
-_HOLDS_EXPERTS = re.compile(r"\bSwitch(?:GLU|MLP)\(")
+MLX = "MLX"  # experts stacked, as mlx_lm.convert writes them
+PER_EXPERT = "one tensor an expert"  # as most of the Hugging Face hub has them
+FUSED = "fused halves"  # stacked, with gate and up behind one another in one tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ModelType:
-    """One definition of mlx-lm with routed experts. `checked`: whether this project's tests run it."""
+class ModelSpec:
+    """One definition. `model_type`: its file in mlx-lm, and mostly what config.json says.
 
-    name: str
-    checked: bool
+    `traits`: what it has beside routed experts. `aliases`: other model types in config.json that lead to it.
+    `layouts`: which checkpoint layouts the tests read in place.
+    """
+
+    model_type: str
+    traits: str = ""
+    aliases: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = (MLX,)
 
 
-def moe_model_types() -> list[ModelType]:
-    """Every model file of the installed mlx-lm that makes SwitchGLU or SwitchMLP experts, by name."""
-    spec = importlib.util.find_spec("mlx_lm.models")
-    assert spec is not None, "mlx-lm is a dependency"
-    assert spec.submodule_search_locations, "mlx-lm's models are a package"
-    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.py"))
-    return [
-        ModelType(file.stem, file.stem in CHECKED)
-        for file in files
-        if file.stem != "switch_layers" and _HOLDS_EXPERTS.search(file.read_text(encoding="utf-8"))
-    ]
+# Checked in every test run: bit-identical to stock at one token's need, half-way and whole, in prefill and in decode.
+SPECS = (
+    ModelSpec("Klear", "shared experts, dense layers"),
+    ModelSpec("afmoe", "groups of experts, windows, gated attention"),
+    ModelSpec("bailing_hybrid", "lightning and latent attention by turns"),
+    ModelSpec("bailing_moe", "groups of experts, shared experts, biases"),
+    ModelSpec("bailing_moe_linear", "linear attention, groups of experts"),
+    ModelSpec("bailing_moe_v3", "delta attention, groups of experts"),
+    ModelSpec("deepseek", "shared experts, a dense first layer"),
+    ModelSpec("deepseek_v2", "latent attention, groups of experts"),
+    ModelSpec("deepseek_v3", "latent attention, groups of experts", ("joyai_llm_flash", "kimi_k2")),
+    ModelSpec("deepseek_v32", "sparse latent attention"),
+    ModelSpec("deepseek_v41", "compressed and sparse attention, several residual streams", ("deepseek_v41_text",)),
+    ModelSpec("dots1", "shared experts, groups of experts"),
+    ModelSpec("ernie4_5_moe", "shared experts, dense layers"),
+    ModelSpec("exaone_moe", "windows, groups of experts"),
+    ModelSpec("gemma4", "wrapper of gemma4_text", ("gemma4_unified",)),
+    ModelSpec("gemma4_text", "experts beside a dense block, windows, shared KV"),
+    ModelSpec("glm4_moe", "groups of experts, shared experts"),
+    ModelSpec("glm4_moe_lite", "latent attention"),
+    ModelSpec("glm_moe_dsa", "sparse latent attention"),
+    ModelSpec("gpt_oss", "biases in the experts, attention sinks, windows"),
+    ModelSpec("granitemoe", "scaled embeddings, residuals and logits"),
+    ModelSpec("granitemoehybrid", "Mamba 2 and attention"),
+    ModelSpec("hunyuan", "top-k and width differ by layer, shared KV"),
+    ModelSpec("jamba", "Mamba and attention by turns"),
+    ModelSpec("kimi_k25", "wrapper of deepseek_v3"),
+    ModelSpec("kimi_k3", "delta attention, experts narrower than the model"),
+    ModelSpec("kimi_linear", "delta and latent attention by turns"),
+    ModelSpec("kimi_vl", "wrapper of deepseek_v3"),
+    ModelSpec("laguna", "heads differ by layer, windows, a shared expert"),
+    ModelSpec("lfm2_moe", "short convolutions and attention"),
+    ModelSpec("llama4", "one expert a token, chunked attention"),
+    ModelSpec("longcat_flash", "experts that do nothing, latent attention"),
+    ModelSpec("longcat_flash_ngram", "longcat_flash with embeddings of several tokens"),
+    ModelSpec("mellum", "windows"),
+    ModelSpec("mimo_v2_flash", "windows with sinks"),
+    ModelSpec("minimax", "a bias on the choice of experts", ("minimax_m2",)),
+    ModelSpec("minimax_m3_vl", "block-sparse attention, a shared expert"),
+    ModelSpec("mistral3", "wrapper of mistral4", ("llava",)),
+    ModelSpec("mistral4", "latent attention"),
+    ModelSpec("mixtral", "", (), (MLX, PER_EXPERT)),
+    ModelSpec("nemotron_h", "Mamba 2, attention and experts a layer each, two-matrix experts"),
+    ModelSpec("olmoe", "query and key norms"),
+    ModelSpec("phimoe", "long rotations, biases"),
+    ModelSpec("phixtral", "two-matrix experts with biases", ("phi-msft",)),
+    ModelSpec("prism_hadamard_qwen35", "Qwen3.5 with rotated 2-bit layers"),
+    ModelSpec("qwen2_moe", "a gated shared expert"),
+    ModelSpec("qwen3_5", "gated delta rule and attention"),
+    ModelSpec("qwen3_5_moe", "gated delta rule and attention", (), (MLX, FUSED)),
+    ModelSpec("qwen3_moe", "dense layers where asked", (), (MLX, PER_EXPERT)),
+    ModelSpec("qwen3_next", "gated delta rule and attention, a gated shared expert"),
+    ModelSpec("qwen3_vl_moe", "wrapper of qwen3_moe"),
+    ModelSpec("solar_open", "as glm4_moe"),
+    ModelSpec("step3p5", "windows, gated heads, clipped activations"),
+)
+
+
+def find_spec(model_type: str) -> ModelSpec | None:
+    """The line for a config's model type, or None: then it is not yet checked."""
+    return next((spec for spec in SPECS if model_type == spec.model_type or model_type in spec.aliases), None)
+
+
+def register(model_type: str, module: ModuleType) -> None:
+    """Let mlx-lm, and so `load`, find a definition of your own: a module with `Model` and `ModelArgs` as mlx-lm has.
+
+    It takes the place in `mlx_lm.models` that mlx-lm looks in, so that stock mlx-lm (and `verify`) find it too. Its
+    experts stream if they are SwitchGLU or SwitchMLP modules. Raises UnsupportedModelError for a module without the
+    two classes, and for a name that mlx-lm has already.
+    """
+    missing = [name for name in ("Model", "ModelArgs") if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"{module.__name__} has no {' and no '.join(missing)}: a definition is a module with Model and ModelArgs."
+        )
+    place = f"mlx_lm.models.{model_type}"
+    known = sys.modules.get(place)
+    if known is not module and (known is not None or importlib.util.find_spec(place) is not None):
+        raise UnsupportedModelError(f"There is a definition of model type {model_type} already. Take another name.")
+    sys.modules[place] = module
+
+
+def markdown_table() -> str:
+    """SPECS as README shows them."""
+    lines = ["| model type | what it has beside routed experts | read in place |", "| --- | --- | --- |"]
+    for spec in SPECS:
+        names = ", ".join(f"`{name}`" for name in (spec.model_type, *spec.aliases))
+        lines.append(f"| {names} | {spec.traits} | {', '.join(spec.layouts)} |")
+    return "\n".join(lines) + "\n"

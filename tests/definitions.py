@@ -2,7 +2,8 @@
 
 `DEFINITIONS` has one entry a model file, named by the file; `ALIASES` the other model types that lead to one of
 these files; `REFUSED` the files whose experts cannot stream, with the reason. Together the first and the last are
-`moe_model_files()`, which walks the installed mlx-lm: a new release shows what is missing.
+`moe_model_files()`, which walks the installed mlx-lm: a new release shows what is missing. muse_spark is written in
+Metal kernels alone: elsewhere it runs with `MUSE_SPARK_KERNELS` in their place.
 
 Widths differ where mlx-lm lets them (hidden 64, dense 96, expert 32), so that a mix-up of axes cannot go unseen, and
 32 divides them, so that they can be quantised. Windows, sparse attention and chunks are shorter than 40 tokens.
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 Config = dict[str, Any]
@@ -95,7 +98,7 @@ _GEMMA4: Config = {
 _LLAMA4: Config = {
     **_BASE, "model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 1,
     "intermediate_size": 32, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_bias": True,
-    "attention_chunk_size": 16, "attn_temperature_tuning": 4, "floor_scale": 8, "rope_scaling": None,
+    "attention_chunk_size": 16, "attn_temperature_tuning": True, "floor_scale": 8, "rope_scaling": None,
     "use_qk_norm": True,
 }  # fmt: skip
 
@@ -127,8 +130,11 @@ _TABLE: dict[str, Config] = {
     "Klear": {**_QWEN, "attention_bias": True, "n_shared_experts": 1, "mlp_only_layers": [0]},
     # groups of experts, a bias on the choice, a gate on attention, windows without rope in the full layers
     "afmoe": {**_QWEN, **_SLIDING, **_GROUPS, "num_shared_experts": 1, "num_dense_layers": 1, "mup_enabled": True},
-    # lightning attention in three layers of four, latent attention in the others; the heads for several tokens go
-    "bailing_hybrid": {**_BAILING, **_MLA, "layer_group_size": 2, "group_norm_size": 2, "num_nextn_predict_layers": 1},
+    # lightning attention and latent attention by turns; a layer for the token after next, which mlx-lm drops
+    "bailing_hybrid": {
+        **_BAILING, **_MLA, "layer_group_size": 2, "group_norm_size": 2, "use_bias": True,
+        "num_nextn_predict_layers": 1,
+    },
     # biases on everything, the experts too; a head that is normalised when it is loaded
     "bailing_moe": {**_BAILING, "use_bias": True, "norm_head": True, "tie_word_embeddings": False},
     # linear attention by a loop over tokens
@@ -176,11 +182,11 @@ _TABLE: dict[str, Config] = {
     },
     # experts with biases and a clipped activation, attention sinks, windows
     "gpt_oss": {
-        **_BASE, **_SLIDING, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_scaling": {**_YARN, "type": "yarn"},
+        **_BASE, **_SLIDING, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_scaling": _YARN,
     },
-    # multipliers on embeddings, residuals and logits
+    # multipliers on embeddings, residuals and logits; down projections that stay at 8 bits in larger groups
     "granitemoe": {
-        **_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
+        **_BASE, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
         "logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.3,
     },
     # Mamba 2 in three layers of four, experts in all, and a shared block
@@ -192,9 +198,10 @@ _TABLE: dict[str, Config] = {
     },
     # another top_k and another expert size in each layer; keys and values shared by two layers
     "hunyuan": {
-        **_BASE, "num_hidden_layers": 4, "num_experts": 8, "moe_topk": [2, 1, 3, 2], "num_shared_expert": [1, 1, 2, 1],
-        "moe_intermediate_size": [32, 64, 32, 96], "use_mixed_mlp_moe": True, "use_qk_norm": True,
-        "attention_bias": True, "use_cla": True, "cla_share_factor": 2,
+        **_BASE, "num_hidden_layers": 4, "num_experts": 8, "moe_topk": [2, 1, 3, 2],
+        "moe_intermediate_size": [32, 64, 32, 96], "use_mixed_mlp_moe": True, "num_shared_expert": [1, 1, 2, 1],
+        "use_qk_norm": True, "attention_bias": True, "use_cla": True, "cla_share_factor": 2,
+        "rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0},
     },
     # Mamba and attention by turns, experts in every second layer
     "jamba": {
@@ -277,6 +284,7 @@ _TABLE: dict[str, Config] = {
     "mixtral": {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
     # experts of a narrower width with a norm inside their module, a bfloat16 stream, windows
     "muse_spark": {
+        "audio_config": {"out_hidden_size": 64},  # transformers, which makes the tokenizer, wants it to fit
         "text_config": {
             **_BASE, **_SLIDING, "post_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0},
             "layer_rope_theta": [10000.0, 0, 10000.0, 0], "final_logit_softcapping": 20.0, "output_multiplier": 0.5,
@@ -343,20 +351,29 @@ _TABLE: dict[str, Config] = {
 DEFINITIONS: dict[str, Config] = {name: {"model_type": name, **config} for name, config in _TABLE.items()}
 
 REFUSED: dict[str, str] = {
-    "dbrx": "its experts are a Python list of MLPs, each called by itself: there is no stack of them to keep a part of",
+    "dbrx": "its experts are a Python list of MLPs, called one by one: there is no stack to keep a part of",
 }
 
-# Model types that config.json may say and that lead to one of the files above; some drop the wrapper's level.
+
+def _alias(alias: str, config: Config) -> Config:
+    """`config` as another model type would have it: a text model has no wrapper around it.
+
+    The rotation's scaling goes: transformers, which reads config.json for the tokenizer, cannot place it in a type
+    that it does not know.
+    """
+    config = config["text_config"] if alias.endswith("_text") else config
+    return {**{key: value for key, value in config.items() if key != "rope_scaling"}, "model_type": alias}
+
+
+# The other model types that lead to one of the files above.
 ALIASES: dict[str, Config] = {
-    alias: {**(DEFINITIONS[name].get("text_config") if alias.endswith("_text") else DEFINITIONS[name]), "model_type": alias}
-    for alias, name in MODEL_REMAPPING.items()
-    if name in DEFINITIONS
+    alias: _alias(alias, DEFINITIONS[name]) for alias, name in MODEL_REMAPPING.items() if name in DEFINITIONS
 }
 
 
 def definition_file(config: Config) -> str:
     """The model file that mlx-lm takes for `config`."""
-    return str(_get_classes(config)[0].__module__).rpartition(".")[2]
+    return str(_get_classes(config)[1].__module__).rpartition(".")[2]
 
 
 def moe_model_files() -> set[str]:
@@ -376,15 +393,18 @@ def moe_model_files() -> set[str]:
         for file in Path(folder).glob("*.py")
     }
     trees = {name: ast.parse(source) for name, source in sources.items()}
-    models = {name for name, tree in trees.items() if _defines_model(tree)}
+    models = {name for name, tree in trees.items() if _has_model(tree)}
     found = {name for name in models if "expert" in sources[name].lower()}
     while more := {name for name in models - found if _imported_siblings(trees[name]) & found}:
         found |= more
     return found
 
 
-def _defines_model(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.ClassDef) and node.name == "Model" for node in tree.body)
+def _has_model(tree: ast.Module) -> bool:
+    """Whether a file defines or imports the class that mlx-lm asks each definition for."""
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    imported = {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    return "Model" in defined | imported
 
 
 def _imported_siblings(tree: ast.Module) -> set[str]:
@@ -398,3 +418,62 @@ def _imported_siblings(tree: ast.Module) -> set[str]:
             inside = module.removeprefix("mlx_lm.models").lstrip(".")
             names |= {inside.partition(".")[0]} if inside else {alias.name for alias in node.names}
     return names
+
+
+def _heads(qkvg: mx.array, first: int, heads: int, width: int) -> mx.array:
+    return qkvg[..., first * width : (first + heads) * width].reshape(*qkvg.shape[:-1], heads, width)
+
+
+def _qk_norm(qkvg: mx.array, *, n_heads: int, n_kv_heads: int, head_dim: int, eps: float, query_scale: float) -> Any:
+    queries = _heads(qkvg, 0, n_heads, head_dim)
+    keys = _heads(qkvg, n_heads, n_kv_heads, head_dim)
+    return query_scale * mx.fast.rms_norm(queries, None, eps), mx.fast.rms_norm(keys, None, eps)
+
+
+def _qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: int, **sizes: Any) -> Any:
+    def rotated(x: mx.array) -> mx.array:
+        x = x.swapaxes(1, 2)
+        x = mx.fast.rope(x, x.shape[-1], traditional=True, base=rope_base, scale=1.0, offset=offset)
+        return x.swapaxes(1, 2)
+
+    queries, keys = _qk_norm(qkvg, **sizes)
+    return rotated(queries), rotated(keys)
+
+
+def _expert_routing(
+    logits: mx.array, expert_bias: mx.array, *, top_k: int, multiplier: float, score_eps: float, route_scale: float
+) -> Any:
+    scores = mx.sigmoid(multiplier * logits)
+    experts = mx.argpartition(-(scores + expert_bias), kth=top_k - 1, axis=-1)[..., :top_k]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    return experts, route_scale * weights / (weights.sum(axis=-1, keepdims=True) + score_eps)
+
+
+def _post_expert_norm_combine(experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float) -> mx.array:
+    return (mx.fast.rms_norm(norm_weight * experts, None, eps) * weights[..., None]).sum(axis=-2)
+
+
+def _rms_norm_sigmoid_gate(x: mx.array, gate: mx.array, *, eps: float) -> mx.array:
+    normed = mx.fast.rms_norm(x, None, eps)
+    return normed.swapaxes(1, 2).reshape(gate.shape) * mx.sigmoid(gate)
+
+
+def _norm_add_norm(
+    branch: mx.array, stream: mx.array, *, alpha: mx.array, beta: mx.array, post_weight: mx.array | None,
+    post_eps: float, next_norm: Callable[[mx.array], mx.array] | None,
+) -> Any:  # fmt: skip
+    scaled = branch if post_weight is None else post_weight * branch
+    stream = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps)
+    return stream, None if next_norm is None else next_norm(stream)
+
+
+# What stands in, by the kernels' names in mlx_lm.models.muse_spark. They take and return the same shapes and do about
+# the same; that is enough where two runs of the same definition are compared.
+MUSE_SPARK_KERNELS: dict[str, Callable[..., Any]] = {
+    "qk_norm": _qk_norm,
+    "qk_norm_rope": _qk_norm_rope,
+    "expert_routing": _expert_routing,
+    "post_expert_norm_combine": _post_expert_norm_combine,
+    "rms_norm_sigmoid_gate": _rms_norm_sigmoid_gate,
+    "norm_add_norm": _norm_add_norm,
+}
