@@ -238,8 +238,7 @@ def _dtype_name(dtype: mx.Dtype) -> str:
 
 def _refuse_hidden_experts(path: Path, config: dict[str, Any], modules: Mapping[str, nn.Module]) -> None:
     """A config with experts and a model without switch modules: running it as dense would read every expert."""
-    text_config = config.get("text_config")
-    sources = [config, text_config] if isinstance(text_config, dict) else [config]
+    sources = [config, *(value for value in config.values() if isinstance(value, dict))]
     counts = [(key, source[key]) for source in sources for key in _EXPERT_COUNT_KEYS if source.get(key)]
     if not modules and any(isinstance(count, int) and count > 1 for _, count in counts):
         key, count = counts[0]
@@ -319,7 +318,8 @@ def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
             continue
         first, growth = _nbytes(before), _nbytes(after) - _nbytes(before)
         fixed += first - growth
-        if (size := getattr(before, "max_size", None)) is not None:
+        size = getattr(before, "max_size", None) or getattr(before, "chunk_size", None)
+        if size is not None:
             windows.append((-(-size // KV_STEP), growth))
         else:
             step += growth
@@ -369,7 +369,11 @@ def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader, passes: 
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:
-    """Evaluate every weight that is still on disk: the trunk and the resident layers' experts."""
+    """Evaluate every weight that is still on disk: the trunk and the resident layers' experts.
+
+    And every array that a module keeps beside its parameters (rotary frequencies and the like): one that stayed lazy
+    could only be evaluated by the thread that loaded the model.
+    """
     arrays = [array for _, array in tree_flatten(model.parameters())]
     total = sum(array.nbytes for array in arrays)
     done, step, step_bytes = 0, [], 0
@@ -383,6 +387,7 @@ def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None
                 step, step_bytes = [], 0
                 if progress is not None:
                     progress("load", done, total)
+        mx.eval([[value for value in m.values() if isinstance(value, mx.array)] for m in model.modules()])
     except (RuntimeError, OSError) as error:
         raise CheckpointReadError(
             f"Reading the weights of {path} stopped after {format_bytes(done)} of {format_bytes(total)}: "

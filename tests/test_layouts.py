@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
+from definitions import DEFINITIONS
 from tiny import QWEN3_MOE, make_tiny, save
 
 from mlxmoe import UnsupportedModelError, load
+from mlxmoe.decode import Decoder
+from mlxmoe.loading import LoadedModel, load_folder, open_folder
+from mlxmoe.registry import FUSED, PER_EXPERT
 
 TOKENS = list(range(5, 60))
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-}
-QWEN3_5_MOE: dict[str, Any] = {
-    "model_type": "qwen3_5_moe",
-    "text_config": {
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "full_attention_interval": 4,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 2048,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "type": "default"},
-        "tie_word_embeddings": False,
-    },
-}
 
 
 def weights(folder: Path) -> dict[str, mx.array]:
@@ -75,56 +37,132 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, mx.array]]
     return target
 
 
-def per_expert(inside: str, names: dict[str, str]) -> Callable[[dict[str, mx.array]], None]:
-    """Hugging Face's layout: one tensor for each expert, under the names of its own."""
+Change = Callable[[str, dict[str, mx.array]], None]  # of one module's path, and all tensors
 
-    def change(tensors: dict[str, mx.array]) -> None:
-        for name in [name for name in tensors if f"{inside}.switch_mlp." in name]:
-            prefix, _, rest = name.partition(f"{inside}.switch_mlp.")
-            projection, _, suffix = rest.partition(".")
+W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+UP_DOWN = {"fc1": "up_proj", "fc2": "down_proj"}
+
+
+def per_expert(template: str, names: dict[str, str] | None = None) -> Change:
+    """Hugging Face's layout: one tensor for each expert, under a name of its own."""
+
+    def change(path: str, tensors: dict[str, mx.array]) -> None:
+        parent = path.rpartition(".")[0]
+        for name in [name for name in tensors if name.startswith(f"{path}.")]:
+            projection, _, suffix = name.removeprefix(f"{path}.").partition(".")
             for expert, part in enumerate(tensors.pop(name)):
-                tensors[f"{prefix}{inside}.experts.{expert}.{names[projection]}.{suffix}"] = mx.contiguous(part)
+                place = template.format(
+                    parent=parent,
+                    block=parent.removesuffix(".mlp"),
+                    e=expert,
+                    p=(names or {}).get(projection, projection),
+                )
+                tensors[f"{place}.{suffix}"] = mx.contiguous(part)
 
     return change
 
 
-QWEN_NAMES = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
-MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-
-
-def fused_halves(tensors: dict[str, mx.array]) -> None:
+def fused(gate_up: str, down: str) -> Change:
     """gate and up behind one another in one tensor, as newer Hugging Face checkpoints have them."""
-    for name in [name for name in tensors if name.endswith("switch_mlp.gate_proj.weight")]:
-        prefix = name.removesuffix("switch_mlp.gate_proj.weight")
-        gate, up = tensors.pop(name), tensors.pop(f"{prefix}switch_mlp.up_proj.weight")
-        tensors[f"{prefix}experts.gate_up_proj"] = mx.concatenate([gate, up], axis=-2)
-        tensors[f"{prefix}experts.down_proj"] = tensors.pop(f"{prefix}switch_mlp.down_proj.weight")
+
+    def change(path: str, tensors: dict[str, mx.array]) -> None:
+        places = {"path": path, "parent": path.rpartition(".")[0]}
+        gate, up, last = (tensors.pop(f"{path}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
+        tensors[gate_up.format(**places)] = mx.concatenate([gate, up], axis=-2)
+        tensors[down.format(**places)] = last
+
+    return change
 
 
-CASES: dict[str, tuple[dict[str, Any], int | None, Callable[[dict[str, mx.array]], None]]] = {
-    "qwen3_moe, one tensor an expert": (QWEN3_MOE, None, per_expert("mlp", QWEN_NAMES)),
-    "mixtral, one tensor an expert": (MIXTRAL, None, per_expert("block_sparse_moe", MIXTRAL_NAMES)),
-    "mixtral, one tensor an expert, 4 bits": (MIXTRAL, 4, per_expert("block_sparse_moe", MIXTRAL_NAMES)),
-    "qwen3_5_moe, fused halves": (QWEN3_5_MOE, None, fused_halves),
+IN_EXPERTS = "{parent}.experts.{e}.{p}"
+PER_EXPERT_CASES: dict[str, Change] = {
+    **dict.fromkeys(
+        (
+            "Klear", "afmoe", "bailing_moe_v3", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+            "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan", "jamba", "kimi_k25", "kimi_vl",
+            "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "mistral3", "mistral4", "olmoe", "qwen2_moe",
+            "qwen3_moe", "qwen3_next", "solar_open",
+        ),
+        per_expert(IN_EXPERTS),
+    ),
+    **dict.fromkeys(("lfm2_moe", "minimax", "minimax_m3_vl", "mixtral", "phimoe"), per_expert(IN_EXPERTS, W)),
+    **dict.fromkeys(("kimi_k3", "kimi_linear"), per_expert("{block}.block_sparse_moe.experts.{e}.{p}", W)),
+    "nemotron_h": per_expert(IN_EXPERTS, UP_DOWN),
+    "phixtral": per_expert("{parent}.mlp.{e}.{p}"),
+}  # fmt: skip
+FUSED_CASES: dict[str, Change] = {
+    **dict.fromkeys(("gemma4", "gemma4_text"), fused("{parent}.gate_up_proj", "{parent}.down_proj")),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid"), fused("{parent}.input_linear.weight", "{parent}.output_linear.weight")
+    ),
+    **dict.fromkeys(
+        ("mistral3", "mistral4", "qwen3_5_moe"), fused("{parent}.experts.gate_up_proj", "{parent}.experts.down_proj")
+    ),
+    "minimax_m3_vl": fused("{path}.gate_up_proj.weight", "{path}.down_proj.weight"),
 }
 
+# Definitions whose unconverted checkpoints have norms that are one less, so that these random ones are another model.
+ONE_MORE = {"qwen3_next"}
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("experts", ["25%", "70%"])
-def test_a_layout_of_whole_runs_is_read_in_place_exactly(tmp_path: Path, case: str, experts: str) -> None:
-    config, bits, change = CASES[case]
-    converted = make_tiny(tmp_path / "mlx", config, bits=bits)
-    other = rewritten(converted, tmp_path / "other", change)
-    with load(converted, experts="all") as whole:
-        expected = whole.logits(TOKENS)
-    for folder in (converted, other):
-        with load(folder, experts=experts) as engine:
-            assert mx.array_equal(engine.logits(TOKENS), expected)
-            assert engine.stats().evictions > 0
+# What runs: a definition, its experts' bits, and how its tensors are laid out.
+CASES: list[tuple[str, str, int | None, Change]] = [
+    *((name, PER_EXPERT, None, change) for name, change in PER_EXPERT_CASES.items()),
+    *((name, PER_EXPERT, 4, PER_EXPERT_CASES[name]) for name in ("mixtral", "deepseek_v3", "olmoe", "phixtral")),
+    *((name, FUSED, None, change) for name, change in FUSED_CASES.items()),
+]
+
+
+def logits(loaded: LoadedModel) -> mx.array:
+    decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=64)
+    return decoder.logits(TOKENS, decoder.new_cache())
+
+
+def with_bits(folder: Path, experts: float) -> tuple[mx.array, int]:
+    """The logits with a share of the experts in memory, and the evictions it took."""
+    layers = open_folder(folder).layers
+    size = max(sum(layer.floor_bytes for layer in layers), round(experts * sum(layer.nbytes for layer in layers)))
+    loaded = load_folder(folder, experts=size, memory_bytes=2**62)
+    try:
+        return logits(loaded), sum(stream.bank.counters.evictions for stream in loaded.streams.values())
+    finally:
+        loaded.reader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "bits", "change"), CASES, ids=[f"{case[0]}, {case[1]}, {case[2]} bits" for case in CASES]
+)
+def test_a_layout_of_whole_runs_is_read_in_place_exactly(
+    tmp_path: Path, name: str, layout: str, bits: int | None, change: Change
+) -> None:
+    converted = make_tiny(tmp_path / "mlx", DEFINITIONS[name], bits=bits)
+    paths = [layer.path for layer in open_folder(converted).layers]
+
+    def lay_out(tensors: dict[str, mx.array]) -> None:
+        for path in paths:
+            change(path, tensors)
+
+    other = rewritten(converted, tmp_path / "other", lay_out)
+    with load_of(other) as stock:
+        expected = logits(stock)
+    if name not in ONE_MORE:
+        assert mx.array_equal(expected, with_bits(converted, 0.5)[0]), "a checkpoint and its conversion are one model"
+    for experts in (0.0, 0.6):
+        found, evictions = with_bits(other, experts)
+        assert mx.array_equal(found, expected)
+        assert evictions > 0 or experts
+
+
+@contextmanager
+def load_of(folder: Path) -> Iterator[LoadedModel]:
+    """The model whole, as mlx-lm itself reads it."""
+    loaded = load_folder(folder, experts="all", memory_bytes=2**62)
+    assert not loaded.streams
+    yield loaded
+    loaded.reader.close()
 
 
 def test_prefixed_names_are_read_in_place(tmp_path: Path) -> None:
-    converted = make_tiny(tmp_path / "mlx", QWEN3_5_MOE)
+    converted = make_tiny(tmp_path / "mlx", DEFINITIONS["qwen3_5_moe"])
 
     def without_prefix(tensors: dict[str, mx.array]) -> None:
         for name in list(tensors):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxmoe.registry import markdown_table
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -53,6 +55,11 @@ def test_a_program_of_the_readme_runs_with_the_demo_model(program: str) -> None:
     program = re.sub(r'load\("[^"]+"', "load(None", program)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_model_types_is_the_registrys() -> None:
+    table = README.split("<!-- made by: mlxmoe models --markdown -->\n")[1].split("<!-- end -->")[0]
+    assert table == markdown_table()
 
 
 def test_names_in_the_readme_exist() -> None:
