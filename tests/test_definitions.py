@@ -17,7 +17,8 @@ from tiny import make_tiny
 from mlxmoe import UnsupportedModelError
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.layer import Passes
-from mlxmoe.loading import LoadedModel, load_folder, open_folder
+from mlxmoe.loading import LoadedModel, load_folder
+from mlxmoe.opening import open_folder
 from mlxmoe.registry import SPECS
 
 PREFILL = list(range(5, 45))  # past every tiny window and chunk, and past the 64 pairs where mlx-lm begins to sort

@@ -14,7 +14,8 @@ from tiny import QWEN3_MOE, make_tiny, save
 
 from mlxmoe import UnsupportedModelError, load
 from mlxmoe.decode import Decoder
-from mlxmoe.loading import LoadedModel, load_folder, open_folder
+from mlxmoe.loading import LoadedModel, load_folder
+from mlxmoe.opening import open_folder
 from mlxmoe.registry import FUSED, PER_EXPERT
 
 TOKENS = list(range(5, 60))

@@ -13,7 +13,8 @@ from mlx_lm.utils import load_model
 
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.layer import ExpertStream, Forward, switch_modules
-from mlxmoe.loading import LoadedModel, load_folder, open_folder
+from mlxmoe.loading import LoadedModel, load_folder
+from mlxmoe.opening import open_folder
 from mlxmoe.verify.logits import CHUNK_TOKENS
 from mlxmoe.verify.report import VerifyRow, difference, expert_sizes, probe_tokens
 

@@ -12,7 +12,8 @@ from mlx_lm.utils import load_model
 
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.layer import Passes
-from mlxmoe.loading import load_folder, open_folder
+from mlxmoe.loading import load_folder
+from mlxmoe.opening import open_folder
 from mlxmoe.verify.report import VerifyRow, Watch, expert_sizes, probe_tokens
 
 CHUNK_TOKENS = 128  # shorter than the engine's, so that a prompt longer than one chunk is still quick

@@ -9,7 +9,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxmoe.errors import UnsupportedModelError
-from mlxmoe.loading import LoadedModel, OpenedModel
+from mlxmoe.loading import LoadedModel
+from mlxmoe.opening import OpenedModel
 
 
 @dataclass(frozen=True, slots=True)
