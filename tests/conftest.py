@@ -59,12 +59,21 @@ def run_tool(name: str, *arguments: str) -> None:
 
 def watch_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each forward pass that the engine makes from here on."""
-    passes: list[int] = []
-    model = engine._decoder._model
-
-    def watched(tokens: mx.array, cache: Any) -> mx.array:
-        passes.append(tokens.shape[1])
-        return model(tokens, cache=cache)
-
+    watched = Watched(engine.model)
     monkeypatch.setattr(engine._decoder, "_model", watched)
-    return passes
+    return watched.passes
+
+
+class Watched:
+    """A model that notes how many tokens each call has."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.passes: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        self.passes.append(tokens.shape[1])
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

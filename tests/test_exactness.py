@@ -55,7 +55,8 @@ def consume_badly(engine: Engine) -> None:
         raise RuntimeError("mine")
 
 
-def generate_for_ever(engine: Engine, prompt: str) -> None:
+def generate_until(timer: threading.Timer, engine: Engine, prompt: str) -> None:
+    timer.start()
     while True:
         tokens_of(engine, prompt, 200)
 
@@ -297,9 +298,8 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_exact(
     engine = engines["25%"]
     for attempt in range(3):
         timer = threading.Timer(delay_s + attempt * 0.0007, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            generate_for_ever(engine, PROMPTS[attempt])
+            generate_until(timer, engine, PROMPTS[attempt])
         timer.join()
         assert tokens_of(engine, PROMPTS[attempt]) == expected[PROMPTS[attempt]]
 
