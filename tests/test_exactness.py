@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from mlx_lm import stream_generate
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from tiny import copy_folder
 
 from mlxmoe import CheckpointReadError, Engine, load
 from mlxmoe.hub import demo_folder
@@ -289,6 +291,17 @@ def test_a_failed_read_is_an_error_and_the_next_request_is_exact(
             session.generate(prompt, max_tokens=30)
         engine._reader._preadv = os.preadv
         assert tokens_of(engine, prompt) == expected[prompt]
+
+
+def test_a_file_that_changes_while_running_is_an_error_that_says_so(tiny: Path, tmp_path: Path) -> None:
+    folder = copy_folder(tiny, tmp_path / "model")
+    with load(folder, experts="25%") as engine, load(tiny) as whole:
+        before = engine.generate([5, 6, 7], max_tokens=3)
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(1000)
+        with pytest.raises(CheckpointReadError, match=r"model\.safetensors changed while the model was in use"):
+            engine.generate([900, 41, 333, 17, 1500], max_tokens=30)
+        assert before == whole.generate([5, 6, 7], max_tokens=3)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05])

@@ -98,3 +98,11 @@ def test_errors_are_one_tree_drawn_in_the_docstring() -> None:
 
 def test_typed_marker_ships() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_demo_model_is_small_and_has_its_card() -> None:
+    files = {file.name: file.stat().st_size for file in (PACKAGE / "demo").iterdir()}
+    assert sum(files.values()) <= 6_000_000
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    card = (PACKAGE / "demo" / "README.md").read_text(encoding="utf-8")
+    assert all(word in card for word in ("bits per byte", "King James", "Reina-Valera", "train_demo.py"))

@@ -10,10 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from definitions import DEFINITIONS
-from tiny import QWEN3_MOE, make_tiny, save
+from mlx_lm.utils import load_model
+from tiny import make_tiny, save
 
-from mlxmoe import UnsupportedModelError, load
+from mlxmoe import CheckpointError, UnsupportedModelError, load
 from mlxmoe.decode import Decoder
+from mlxmoe.experts.layer import switch_modules
+from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.safetensors import read_checkpoint
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.registry import FUSED, PER_EXPERT
@@ -186,7 +190,7 @@ def test_shards_may_cut_a_layer_and_need_no_index(tmp_path: Path) -> None:
         assert mx.array_equal(engine.logits(TOKENS), whole.logits(TOKENS))
 
 
-def transposed(tensors: dict[str, mx.array]) -> None:
+def fused_and_transposed(tensors: dict[str, mx.array]) -> None:
     for name in [name for name in tensors if name.endswith("switch_mlp.gate_proj.weight")]:
         prefix = name.removesuffix("switch_mlp.gate_proj.weight")
         gate, up = tensors.pop(name), tensors.pop(f"{prefix}switch_mlp.up_proj.weight")
@@ -195,14 +199,66 @@ def transposed(tensors: dict[str, mx.array]) -> None:
         tensors[f"{prefix}experts.down_proj"] = mx.contiguous(down.swapaxes(-1, -2))
 
 
-def test_a_transposed_layout_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    qwen3_vl = {
-        "model_type": "qwen3_vl_moe",
-        "text_config": {**QWEN3_MOE, "tie_word_embeddings": False},
-    }
-    converted = make_tiny(tmp_path / "mlx", qwen3_vl, bits=None)
-    other = rewritten(converted, tmp_path / "other", transposed)
-    with load(other, experts="all") as whole, load(converted, experts="all") as same:
-        assert mx.array_equal(whole.logits(TOKENS), same.logits(TOKENS)), "the layout is one that mlx-lm reads"
-    with pytest.raises(UnsupportedModelError, match=rf"mlx_lm\.convert --hf-path {other} --mlx-path other-mlx"):
+def interleaved(tensors: dict[str, mx.array]) -> None:
+    """gpt-oss as published: the rows of gate and up by turns; its mxfp4 weights in blocks of bytes."""
+    for name in [name for name in tensors if ".experts.gate_proj." in name]:
+        leaf = name.rpartition(".")[2]
+        prefix = name.removesuffix(f"gate_proj.{leaf}")
+        gate, up = tensors.pop(name), tensors.pop(f"{prefix}up_proj.{leaf}")
+        both = mx.stack([gate, up], axis=2).reshape(gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
+        as_published = {"weight": "_blocks", "scales": "_scales", "bias": "_bias"}[leaf]
+        for projection, array in (("gate_up_proj", both), ("down_proj", tensors.pop(f"{prefix}down_proj.{leaf}"))):
+            if leaf == "weight":
+                array = mx.unflatten(array.view(mx.uint8), -1, (-1, 16))
+            tensors[f"{prefix}{projection}{as_published}"] = array
+
+
+def fp8_blocks(tensors: dict[str, mx.array]) -> None:
+    per_expert(IN_EXPERTS)("model.layers.1.mlp.switch_mlp", tensors)
+    per_expert(IN_EXPERTS)("model.layers.2.mlp.switch_mlp", tensors)
+    for name in [name for name in tensors if ".mlp.experts." in name and name.endswith(".weight")]:
+        tensors[name] = mx.to_fp8(tensors[name])
+        tensors[f"{name}_scale_inv"] = mx.ones((1, 1))
+
+
+REFUSED_LAYOUTS: dict[str, tuple[str, dict[str, object] | None, Callable[[dict[str, mx.array]], None], str]] = {
+    "transposed": ("qwen3_vl_moe", None, fused_and_transposed, "transposed"),
+    "interleaved": ("gpt_oss", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, interleaved, "in mxfp4 blocks"),
+    "fp8": ("deepseek_v3", None, fp8_blocks, "in blocks of fp8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LAYOUTS)
+def test_a_layout_that_is_no_run_of_bytes_is_refused_by_name_before_it_is_read(tmp_path: Path, name: str) -> None:
+    definition, quantization, change, says = REFUSED_LAYOUTS[name]
+    converted = make_tiny(tmp_path / "mlx", DEFINITIONS[definition], quantization=quantization)
+    other = rewritten(converted, tmp_path / "other", change)
+    load_folder(other, experts="all", memory_bytes=2**62).reader.close()  # the layout is one that mlx-lm reads
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{says}.*mlx_lm\.convert --hf-path {other} --mlx-path other-mlx"
+    ):
         load(other, experts="50%")
+    expert_bytes = sum(layer.nbytes for layer in open_folder(converted).layers)
+    assert mx.get_peak_memory() - before < expert_bytes, "nothing large was read"
+
+
+def test_packed_integers_are_refused_by_name(tmp_path: Path) -> None:
+    converted = make_tiny(tmp_path / "mlx", DEFINITIONS["mixtral"], bits=4)
+
+    def pack(tensors: dict[str, mx.array]) -> None:
+        for name in [name for name in tensors if ".switch_mlp." in name and name.endswith(".weight")]:
+            tensors[name.removesuffix("weight") + "qweight"] = tensors.pop(name)
+
+    packed = read_checkpoint(rewritten(converted, tmp_path / "other", pack))
+    model, _ = load_model(converted, lazy=True)
+    with pytest.raises(UnsupportedModelError, match="packed integers"):
+        locate_experts(model, switch_modules(model), packed)
+
+
+def test_a_gguf_folder_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"GGUF.*mlx_lm\.convert"):
+        load(tmp_path)

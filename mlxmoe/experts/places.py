@@ -98,7 +98,7 @@ class _Trace:
     SMALL: ClassVar = {1: (2,), 2: (4, 2)}  # shape of a stand-in for one expert's vector or matrix
 
     def __init__(self, model: nn.Module, stored: Weights, checkpoint: Checkpoint, wanted: list[mx.array]) -> None:
-        self._folder = checkpoint.folder
+        self._checkpoint = checkpoint
         self._numbered: list[_Numbered] = []
         self._owner: list[int] = []  # which stand-in each number belongs to
         weights = dict(stored)
@@ -116,16 +116,16 @@ class _Trace:
         """Where each expert's part of `array` lies, by the numbers that `sanitize` made of it."""
         numbers = self._parameters.get(name)
         if numbers is None or numbers.dtype != mx.int32 or numbers.shape[0] != array.shape[0]:
-            raise self._unreadable(name)
+            raise self._unreadable(name, [])
         nbytes = array.nbytes // array.shape[0]
         files, offsets = [], []
         for run in cast(list[list[int]], numbers.reshape(numbers.shape[0], -1).tolist()):
             source = self._numbered[self._owner[run[0]]] if 0 <= run[0] < len(self._owner) else None
             if source is None or run != list(range(run[0], run[0] + len(run))):
-                raise self._unreadable(name)
+                raise self._unreadable(name, run)
             start, rest = divmod(run[0] - source.first, len(run))
             if rest or source.count % len(run) or source.info.nbytes * len(run) != nbytes * source.count:
-                raise self._unreadable(name)
+                raise self._unreadable(name, run)
             _refuse_other_dtype(source.info, array)
             files.append(source.info.file)
             offsets.append(source.info.offset + start * nbytes)
@@ -140,16 +140,31 @@ class _Trace:
                 continue
             for fused in (1, 2):
                 one, one_small = (fused * part[0], *part[1:]), (fused * small[0], *small[1:])
-                shapes[one] = one_small
-                shapes[(experts, *one)] = (experts, *one_small)
+                for shape, stand_in in ((one, one_small), (one[::-1], one_small[::-1])):  # and transposed, to say so
+                    shapes.setdefault(shape, stand_in)
+                    shapes.setdefault((experts, *shape), (experts, *stand_in))
         for name, info in checkpoint.tensors.items():
             if info.shape in shapes:
                 yield name, shapes[info.shape]
 
-    def _unreadable(self, array: str) -> UnsupportedModelError:
-        folder = self._folder
+    def _unreadable(self, array: str, run: list[int]) -> UnsupportedModelError:
+        folder = self._checkpoint.folder
         return UnsupportedModelError(
-            f"The experts of {folder} ({array}) are stored in a layout that cannot be read in place. Convert it once "
-            f"with `mlx_lm.convert --hf-path {folder} --mlx-path {folder.name}-mlx` and load that, or load it whole "
-            f"with experts='all'."
+            f"The experts of {folder} ({array}) are stored {self._layout(run)}, which cannot be read in place. "
+            f"Convert the model once with `mlx_lm.convert --hf-path {folder} --mlx-path {folder.name}-mlx` and load that, or "
+            f"load it whole with experts='all'."
         )
+
+    def _layout(self, run: list[int]) -> str:
+        """The name of a layout that cannot be read in place; `run`: the numbers of one expert, if any came out."""
+        tensors = self._checkpoint.tensors.values()
+        if any(info.dtype.startswith("F8") or info.name.endswith("weight_scale_inv") for info in tensors):
+            return "in blocks of fp8"
+        if any(info.name.endswith(("qweight", "weight_packed")) for info in tensors):
+            return "as packed integers (AWQ, GPTQ or compressed-tensors)"
+        if any(info.name.endswith("_blocks") for info in tensors):
+            return "with gate and up interleaved in mxfp4 blocks"
+        if run and sorted(run) == list(range(min(run), min(run) + len(run))):
+            return "transposed"
+        step = run[-1] - run[-2] if len(run) > 1 else 0
+        return "transposed and fused" if step > 1 else "interleaved" if run else "in a layout that has to be computed"

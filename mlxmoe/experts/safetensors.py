@@ -81,6 +81,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     missing, and for any file that is truncated or malformed.
     """
     paths = sorted(folder.glob("model*.safetensors"))
+    if not paths and any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} holds GGUF files, whose experts MLX cannot use as they lie. Take the model's safetensors "
+            f"instead, and convert them once: mlx_lm.convert --hf-path HUB_ID --mlx-path {folder.name}-mlx"
+        )
     if not paths:
         raise CheckpointError(
             f"{folder} holds no model*.safetensors file. If its weights have another format, "
