@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_adapters, load_model
 
 from mlxmoe.hub import demo_folder
 
@@ -56,6 +58,41 @@ def test_load_model_is_lazy() -> None:
     assert mx.get_active_memory() - before < 100_000, "load_model(lazy=True) reads weights: banks would come too late"
     assert config["model_type"] == "qwen3_moe"
     assert not model.training, "load_model no longer puts the model in evaluation mode"
+
+
+def test_sanitize_hands_on_mlx_layout_as_the_same_objects() -> None:
+    model, _ = load_model(demo_folder(), lazy=True)
+    stored = dict(mx.load(str(demo_folder() / "model.safetensors")))  # type: ignore[arg-type]
+    handed_on = model.sanitize(dict(stored))
+    assert all(handed_on[name] is array for name, array in stored.items()), (
+        "sanitize copies tensors that it does not change: places.py would have to trace all of them"
+    )
+
+
+def test_a_model_keeps_private_arrays_beside_its_parameters() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._freqs = mx.ones(3)
+
+    module = Rotary()
+    assert not tree_flatten(module.parameters()), "private arrays have become parameters"
+    assert [value for value in module.values() if isinstance(value, mx.array)], (
+        "private arrays are no longer among a module's values: loading.py would leave them to the loading thread"
+    )
+
+
+def test_definitions_are_imported_by_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("mine")
+    module.Model, module.ModelArgs = object, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlx_lm.models.mine", module)
+    assert _get_classes({"model_type": "mine"}) == (object, dict), (
+        "mlx-lm finds definitions in another way: register()"
+    )
+
+
+def test_adapters_are_put_on_by_load_adapters() -> None:
+    assert list(inspect.signature(load_adapters).parameters)[:2] == ["model", "adapter_path"]
 
 
 def test_an_unknown_type_is_a_value_error_that_says_not_supported(tmp_path: Path) -> None:

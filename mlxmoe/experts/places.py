@@ -151,8 +151,8 @@ class _Trace:
         folder = self._checkpoint.folder
         return UnsupportedModelError(
             f"The experts of {folder} ({array}) are stored {self._layout(run)}, which cannot be read in place. "
-            f"Convert the model once with `mlx_lm.convert --hf-path {folder} --mlx-path {folder.name}-mlx` and load that, or "
-            f"load it whole with experts='all'."
+            f"Convert the model once with `mlx_lm.convert --hf-path {folder} --mlx-path {folder.name}-mlx` and load "
+            f"that, or load it whole with experts='all'."
         )
 
     def _layout(self, run: list[int]) -> str:
