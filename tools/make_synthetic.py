@@ -1,7 +1,11 @@
-"""Makes random MoE checkpoints of a chosen mlx-lm definition and size: `make_synthetic.py FOLDER`.
+"""Makes random MoE checkpoints of any size, of mlx-lm's qwen3_moe: `make_synthetic.py FOLDER`.
 
 For tests and benchmarks that need bytes in the right places and sane numbers, not sense. Owns the presets,
-the configs and the random weights; writing is checkpoint_writer's. Add a type by one entry in TYPES.
+the configs and the random weights; writing is checkpoint_writer's.
+
+qwen3_moe is the only type today. Another is one more entry in TYPES, under the name of its module in
+mlx_lm.models: a function from Sizes to its config, the pattern of its stacked expert tensors, and the name
+that one expert's tensor has in Hugging Face's checkpoints.
 """
 
 import argparse
