@@ -318,13 +318,16 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_exact(
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the nth line that is run inside the expert cache."""
+    """Raises KeyboardInterrupt at the nth line that is run inside the expert cache.
+
+    Not in Passes.one: a tracer can raise on a `with` line that is being left, before the lock is, and no signal can.
+    """
 
     def __init__(self, nth: int) -> None:
         self.left = nth
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Callable[..., Any] | None:
-        if "/mlxmoe/experts/" not in frame.f_code.co_filename:
+        if "/mlxmoe/experts/" not in frame.f_code.co_filename or frame.f_code.co_name == "one":
             return None
         if event == "line":
             self.left -= 1

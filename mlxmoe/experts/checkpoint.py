@@ -10,7 +10,6 @@ import fcntl
 import heapq
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -78,7 +77,8 @@ def open_for_scattered_reads(path: Path) -> int:
 class ExpertReader:
     """Reads pieces of checkpoint files in parallel, straight into the memory they are meant for.
 
-    `files`: each file's state when its header was read; a file that has changed since is refused.
+    One caller at a time, which the passes over a model see to. `files`: each file's state when its header was read; a
+    file that has changed since is refused.
     `preadv`: the system call, replaceable so that a test can make it fail.
     """
 
@@ -95,7 +95,6 @@ class ExpertReader:
         self._descriptors: dict[Path, int] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._reading = False  # still set when a read begins: the one before failed or was cut short
-        self._lock = threading.Lock()
         self._closed = False
         weakref.finalize(self, _close_descriptors, self._descriptors)
 
@@ -105,34 +104,32 @@ class ExpertReader:
         Returns or raises only when no thread writes to any target any more. Where even that wait is cut short (a
         second Ctrl-C), the next call waits first. Raises CheckpointReadError.
         """
-        with self._lock:
-            self._settle()
-            if self._closed:
-                raise CheckpointReadError("The expert reader is closed; load the model again.")
-            for path in {piece.file for piece in pieces}:
-                self._refuse_changed(path)
-            mine, *others = split_evenly(pieces, self._shares(pieces))
-            self._reading = True
-            futures: list[Future[None]] = []
-            try:
-                for share in others:
-                    futures.append(self._submit(share))
-                self._read_share(mine)
-            finally:
-                wait(futures)
-            for future in futures:
-                future.result()
-            self._reading = False
+        self._settle()
+        if self._closed:
+            raise CheckpointReadError("The expert reader is closed; load the model again.")
+        for path in {piece.file for piece in pieces}:
+            self._refuse_changed(path)
+        mine, *others = split_evenly(pieces, self._shares(pieces))
+        self._reading = True
+        futures: list[Future[None]] = []
+        try:
+            for share in others:
+                futures.append(self._submit(share))
+            self._read_share(mine)
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+        self._reading = False
 
     def close(self) -> None:
         """Wait for reads under way, end the threads, close the files. May be called twice."""
-        with self._lock:
-            self._settle()
-            self._closed = True
-            if self._pool is not None:
-                self._pool.shutdown(wait=True)
-                self._pool = None
-            _close_descriptors(self._descriptors)
+        self._settle()
+        self._closed = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+        _close_descriptors(self._descriptors)
 
     def _settle(self) -> None:
         """Wait for whatever a read that failed or was cut short may have left running, known to us or not."""
