@@ -8,6 +8,6 @@ model = sys.argv[1] if len(sys.argv) > 1 else None  # a folder or a hub id; None
 prompt = sys.argv[2] if len(sys.argv) > 2 else "In the beginning"
 
 with load(model) as llm:
-    for chunk in llm.stream(prompt, max_tokens=60):
+    for chunk in llm.stream(prompt, max_tokens=60, temperature=0.7, seed=2):
         print(chunk.text, end="", flush=True)
     print(f"\n\n{chunk.generated_tokens} tokens at {chunk.tokens_per_s:.1f} a second")

@@ -15,7 +15,7 @@ from mlxmoe.decode import Decoder
 from mlxmoe.experts.bank import BankCounters
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
-from mlxmoe.memory.plan import Plan
+from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
@@ -50,6 +50,7 @@ def load(
     Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
     """
     memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
+    expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
     folder = resolve(model, revision, progress)
     return Engine(
         load_folder(

@@ -49,8 +49,8 @@ def resolve(model: str | Path | None, revision: str | None = None, progress: Pro
         if revision is not None:
             raise ModelNotFoundError(f"revision={revision!r} is for hub ids, but the demo model is built in.")
         return demo_folder()
-    if not isinstance(model, str | Path):
-        raise ModelNotFoundError(f"A model is a folder or a hub id, not {type(model).__name__}.")
+    if not isinstance(model, str | Path) or not str(model):
+        raise ModelNotFoundError(f"A model is a folder or a hub id, not {model!r}.")
     try:
         folder = Path(model).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -64,7 +64,7 @@ def resolve(model: str | Path | None, revision: str | None = None, progress: Pro
         raise ModelNotFoundError(f"{folder} is a file. Give the model's folder, the one with config.json in it.")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {folder}. Give a model's folder, a hub id such as "
+            f"There is no folder {folder}. Give a model's folder, a hub id (owner/name) such as "
             f"mlx-community/Qwen3-30B-A3B-4bit, or nothing for the built-in demo model."
         )
     return _download(model, revision, progress)

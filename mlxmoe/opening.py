@@ -149,6 +149,8 @@ def _refuse_hidden_experts(path: Path, config: dict[str, Any], modules: Mapping[
 
 def _apply_adapter(model: nn.Module, modules: Mapping[str, nn.Module], adapter: Path) -> None:
     """Put a LoRA, DoRA or full fine-tune of trunk modules on the lazy model, by mlx-lm's own code."""
+    if not (adapter / "adapters.safetensors").is_file():
+        raise ModelNotFoundError(f"{adapter} is no adapter's folder: it has no adapters.safetensors.")
     before = {path: set(dict(tree_flatten(module.parameters()))) for path, module in modules.items()}
     try:
         named = cast(dict[str, mx.array], mx.load(str(adapter / "adapters.safetensors")))

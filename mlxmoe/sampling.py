@@ -50,7 +50,12 @@ class SamplingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _demand(_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _demand(
+            _number(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a number from 0",
+        )
         _demand(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _demand(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 for off")
         _demand(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
@@ -58,7 +63,7 @@ class SamplingSettings:
         fits = penalty is None or (_number(penalty) and 0.01 <= penalty <= 100)
         _demand(fits, "repetition_penalty", penalty, "from 0.01 to 100, 1 for off")
         seed = self.seed
-        _demand(seed is None or (_whole(seed) and 0 <= seed < 2**64), "seed", seed, "a whole number below 2**64")
+        _demand(seed is None or (_whole(seed) and 0 <= seed < 2**64), "seed", seed, "whole, from 0 to 2**64 - 1")
 
 
 class Sampler:

@@ -86,6 +86,19 @@ def test_words_that_the_terminal_cannot_show_are_replaced() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_it_says_its_version() -> None:
+    import mlxmoe as package
+
+    assert mlxmoe("--version").stdout == f"mlxmoe {package.__version__}\n"
+
+
+def test_what_makes_no_sense_is_said_before_a_download() -> None:
+    for option, value in (("--experts", "foo"), ("--temperature", "-1")):
+        done = mlxmoe(*BEGINNING, "--model", "org/nothing", option, value)
+        assert value in done.stderr
+        assert "hub" not in done.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     done = mlxmoe("generate", "", "--debug")
     assert done.returncode == 1
@@ -113,7 +126,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 def test_chat_reads_turns_from_stdin_and_goes_on() -> None:
     done = mlxmoe(
-        "chat", "--temperature", "0", "--max-tokens", "6", stdin="In the beginning\n/stats\n\n/reset\nx\n/exit\nno"
+        "chat",
+        "--experts",
+        "25%",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "6",
+        stdin="In the beginning\n/stats\n\n/reset\nx\n/exit\nno",
     )
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 2

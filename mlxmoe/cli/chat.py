@@ -73,12 +73,16 @@ def chat(
                     common.notes.print(HELP, markup=False)
                 case "/reset":
                     session = engine.session(system)
+                case "/stats" if engine.plan.bank_bytes == engine.plan.expert_bytes:
+                    common.notes.print("all experts are in memory: there is nothing to read")
                 case "/stats":
                     stats = engine.stats()
                     common.notes.print(
                         f"experts: {stats.hits} hits, {stats.misses} misses ({stats.hit_rate:.1%} hits), "
                         f"{stats.evictions} evictions, {format_bytes(stats.bytes_read)} read"
                     )
+                case command if command.startswith("/"):
+                    common.notes.print(f"No such command: {command}. {HELP}", markup=False)
                 case text:
                     _turn(session, text, quiet, options)
 

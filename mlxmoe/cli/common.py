@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -51,13 +52,13 @@ Experts = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help="The most to use, as 24GB; by default what is free now.", show_default=False),
+    typer.Option(help="The most to use, for example 24GB; by default what is free now.", show_default=False),
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens, prompt and reply, that must fit.", show_default=False)]
 Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
-MaxTokens = Annotated[int, typer.Option(help="The reply's most tokens.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens in the reply.")]
 Temperature = Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample from the k likeliest; 0 is off.")]
@@ -130,8 +131,11 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def load_engine(model: str | None, quiet: bool, **options: Any) -> Engine:
     """load() with a progress bar, and a line that says what was loaded and how much of it is in memory."""
-    with progress_bar() as show:
+    with progress_bar() as show, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         engine = load(model, progress=show, **options)
+    for warning in caught:
+        notes.print(str(warning.message), style="yellow", markup=False, soft_wrap=True)
     if not quiet:
         notes.print(describe(engine), style="dim", markup=False, soft_wrap=True)
     return engine

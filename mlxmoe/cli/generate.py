@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mlxmoe.cli import common
+from mlxmoe.reply import ReplyOptions, ReplySettings
 
 
 @common.reported
@@ -36,6 +37,17 @@ def generate(
 ) -> None:
     """Reply to a prompt. The reply goes to stdout as it is made, everything else to stderr."""
     text = sys.stdin.read() if prompt == "-" else prompt
+    options: ReplyOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or (),
+    }
+    ReplySettings.check(**options)  # before the model is loaded
     engine = common.load_engine(
         model,
         quiet,
@@ -47,16 +59,4 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     with engine:
-        chunks = engine.stream(
-            text,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop or (),
-            raw=raw,
-        )
-        common.show_reply(chunks, quiet)
+        common.show_reply(engine.stream(text, raw=raw, **options), quiet)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+import mlxmoe
 from mlxmoe.cli.chat import chat
 from mlxmoe.cli.generate import generate
 from mlxmoe.cli.models import models
@@ -17,9 +20,22 @@ app = typer.Typer(
     name="mlxmoe",
     help="Mixture-of-Experts language models, also larger than this machine's memory, with the same words.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    """The command's own options."""
+    if version:
+        typer.echo(f"mlxmoe {mlxmoe.__version__}")
+        raise typer.Exit
+
+
 app.command()(generate)
 app.command()(chat)
 app.command()(verify)
@@ -29,6 +45,7 @@ app.command()(models)
 def main() -> None:
     """Run the command line, whatever the standard streams are."""
     _open_standard_streams()
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for those who write programs
     app()
 
 

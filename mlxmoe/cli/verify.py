@@ -27,6 +27,9 @@ def verify(
 ) -> None:
     """Compare streaming with stock mlx-lm, bit for bit, at every cache size. Exits with 1 on any difference."""
     out = Console(highlight=False, soft_wrap=True)
+    common.notes.print(
+        "Stock mlx-lm answers first; then the same with experts streaming, round by round.", style="dim"
+    )
     out.print(
         "".join(_cell(name, width) for name, width in zip(COLUMNS, COLUMNS.values(), strict=True)), style="bold"
     )

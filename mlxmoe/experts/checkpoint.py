@@ -1,7 +1,7 @@
 """Where each expert's bytes lie in the checkpoint's files, and reading them. Knows bytes and files, not MLX.
 
-The reader's threads only ever move bytes into memory they were given (DESIGN: MLX objects are touched by one
-thread). The files are the model's own: nothing is unpacked or stored a second time.
+The reader's threads only ever move bytes into memory they were given; MLX's objects are not theirs to touch. The
+files are the model's own: nothing is unpacked or stored a second time.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Passes:
                 "it again. Call it when the step is over."
             )
         with self._lock:
-            self._owner = threading.get_ident()
             try:
+                self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = None

@@ -103,7 +103,7 @@ def expert_budget(experts: int | float | str, layers: Sequence[MoeLayer], auto_b
             budget = total
         case float() | str() if (share := _share(experts)) is not None:
             if not 0 < share <= 1:
-                raise MemoryBudgetError(f"experts={experts!r} is no share: write 0.25 or '25%', at most 1 or '100%'.")
+                raise MemoryBudgetError(f"experts={experts!r} is no share: above 0 and at most 1, or 100%.")
             budget = round(share * total)
         case int() | str():
             budget = parse_bytes(experts, "experts")

@@ -23,7 +23,8 @@ def parse_bytes(size: int | str, what: str) -> int:
     elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) and match[2].upper() in _UNITS:
         count = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0**62))
     else:
-        raise MemoryBudgetError(f"{what}={size!r} is not a size. Write bytes, or for example '12GB' or '1.5GiB'.")
+        more = ", 'all', 'auto' or a share such as '25%'" if what == "experts" else ""
+        raise MemoryBudgetError(f"{what}={size!r} is not a size. Write bytes, '12GB' or '1.5GiB'{more}.")
     if count <= 0:
         raise MemoryBudgetError(f"{what}={size!r} leaves no room at all. Write for example '12GB'.")
     return count
