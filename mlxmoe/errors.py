@@ -19,6 +19,12 @@ A message says what was asked, what stood in the way with its numbers, and what 
 from __future__ import annotations
 
 
+def brief(error: Exception) -> str:
+    """Another library's message on one line, cut where it runs on; its type where it says nothing."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 400 else text[:400] + " ...") or type(error).__name__
+
+
 class MlxMoeError(Exception):
     """Base of all errors that mlxmoe raises on purpose."""
 

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from mlxmoe.errors import DownloadError, ModelNotFoundError
+from mlxmoe.errors import DownloadError, ModelNotFoundError, brief
 from mlxmoe.memory.sizes import format_bytes
 
 # Stage ("download", "load"), bytes done, bytes in all.
@@ -55,7 +55,7 @@ def resolve(model: str | Path | None, revision: str | None = None, progress: Pro
         folder = Path(model).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"{model} cannot be looked up: {_brief(error)}.") from error
+        raise ModelNotFoundError(f"{model} cannot be looked up: {brief(error)}.") from error
     if is_folder:
         if revision is not None:
             raise ModelNotFoundError(f"revision={revision!r} is for hub ids, but {folder} is a local folder.")
@@ -100,7 +100,7 @@ def _download(repo: str, revision: str | None, progress: Progress | None) -> Pat
         raise ModelNotFoundError(f"{repo} is neither a folder nor a hub id: {error}") from error
     except Exception as error:  # the network's and the disk's many ways to fail, through several libraries
         raise DownloadError(
-            f"Downloading {what} stopped: {_brief(error)}. Files that are whole are kept: run it again."
+            f"Downloading {what} stopped: {brief(error)}. Files that are whole are kept: run it again."
         ) from error
 
 
@@ -123,10 +123,6 @@ def _refuse_full_disk(repo: str, revision: str | None) -> None:
             f"{repo} needs {format_bytes(wanted)} more on disk, but {present} has {format_bytes(free)} free "
             f"(and {format_bytes(DISK_MARGIN_BYTES)} should stay so). Free some, or set HF_HOME to a larger disk."
         )
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _silent_bar(progress: Progress | None) -> type[Any]:

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError
+from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader
 from mlxmoe.experts.layer import LINEAR_TYPES, ExpertStream, Passes, expert_arrays, put_bank
@@ -27,7 +27,7 @@ from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
 from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.opening import OpenedModel, brief, open_folder
+from mlxmoe.opening import OpenedModel, open_folder
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model
 
-from mlxmoe.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from mlxmoe.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
 from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
 from mlxmoe.memory.plan import KV_STEP, KVBytes, MoeLayer
@@ -109,11 +109,6 @@ def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.M
         ) from error
     _refuse_wrong_dtypes(path, model)
     return model, config
-
-
-def brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else text[:400] + " ..."
 
 
 def _refuse_wrong_dtypes(path: Path, model: nn.Module) -> None:

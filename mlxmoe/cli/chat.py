@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlxmoe import RequestError, Session
+from mlxmoe import Engine, RequestError, Session
 from mlxmoe.cli import common
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.reply import ReplyOptions, ReplySettings
@@ -73,18 +73,22 @@ def chat(
                     common.notes.print(HELP, markup=False)
                 case "/reset":
                     session = engine.session(system)
-                case "/stats" if engine.plan.bank_bytes == engine.plan.expert_bytes:
-                    common.notes.print("all experts are in memory: there is nothing to read")
                 case "/stats":
-                    stats = engine.stats()
-                    common.notes.print(
-                        f"experts: {stats.hits} hits, {stats.misses} misses ({stats.hit_rate:.1%} hits), "
-                        f"{stats.evictions} evictions, {format_bytes(stats.bytes_read)} read"
-                    )
+                    common.notes.print(_cache_stats(engine))
                 case command if command.startswith("/"):
                     common.notes.print(f"No such command: {command}. {HELP}", markup=False)
                 case text:
                     _turn(session, text, quiet, options)
+
+
+def _cache_stats(engine: Engine) -> str:
+    if engine.plan.bank_bytes == engine.plan.expert_bytes:
+        return "all experts are in memory: there is nothing to read"
+    stats = engine.stats()
+    return (
+        f"experts: {stats.hits} hits, {stats.misses} misses ({stats.hit_rate:.1%} hits), "
+        f"{stats.evictions} evictions, {format_bytes(stats.bytes_read)} read"
+    )
 
 
 def _read_line() -> str | None:

@@ -30,9 +30,7 @@ def verify(
     common.notes.print(
         "Stock mlx-lm answers first; then the same with experts streaming, round by round.", style="dim"
     )
-    out.print(
-        "".join(_cell(name, width) for name, width in zip(COLUMNS, COLUMNS.values(), strict=True)), style="bold"
-    )
+    out.print("".join(_cell(name, width) for name, width in COLUMNS.items()), style="bold")
     with common.progress_bar() as show:
         report = run_verify(
             model,

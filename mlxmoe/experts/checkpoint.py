@@ -124,19 +124,21 @@ class ExpertReader:
 
     def close(self) -> None:
         """Wait for reads under way, end the threads, close the files. May be called twice."""
-        self._settle()
         self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self._end_pool()
         _close_descriptors(self._descriptors)
 
     def _settle(self) -> None:
         """Wait for whatever a read that failed or was cut short may have left running, known to us or not."""
-        if self._reading and self._pool is not None:
+        if self._reading:
+            self._end_pool()
+        self._reading = False
+
+    def _end_pool(self) -> None:
+        """Wait for the threads' work, and end them."""
+        if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
-        self._reading = False
 
     def _shares(self, pieces: Sequence[Piece]) -> int:
         if sum(len(piece.target) for piece in pieces) <= INLINE_BYTES:
