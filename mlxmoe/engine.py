@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +20,15 @@ from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
+from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -52,17 +56,19 @@ def load(
     memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
     folder = resolve(model, revision, progress)
-    return Engine(
-        load_folder(
-            folder,
-            experts=experts,
-            memory_bytes=memory_bytes,
-            context=context,
-            progress=progress,
-            adapter=None if adapter is None else Path(adapter).expanduser(),
-            trust_remote_code=trust_remote_code,
-        )
+    loaded = load_folder(
+        folder,
+        experts=experts,
+        memory_bytes=memory_bytes,
+        context=context,
+        progress=progress,
+        adapter=None if adapter is None else Path(adapter).expanduser(),
+        trust_remote_code=trust_remote_code,
     )
+    model_type = loaded.config["model_type"]
+    if loaded.layers and find_spec(model_type) is None:
+        logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
+    return Engine(loaded)
 
 
 class Engine:

@@ -51,7 +51,9 @@ def my_moe() -> Iterator[types.ModuleType]:
     sys.modules.pop("mlx_lm.models.my_moe", None)
 
 
-def test_a_definition_of_ones_own_streams_exactly(tmp_path: Path, my_moe: types.ModuleType) -> None:
+def test_a_definition_of_ones_own_streams_exactly(
+    tmp_path: Path, my_moe: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     config = {**QWEN3_MOE, "model_type": "my_moe"}
     with pytest.raises(ValueError, match="not supported"):
         make_tiny(tmp_path / "model", config)
@@ -62,6 +64,8 @@ def test_a_definition_of_ones_own_streams_exactly(tmp_path: Path, my_moe: types.
     other = make_tiny(tmp_path / "other", QWEN3_MOE)
     with load(folder, experts="25%") as mine, load(other, experts="25%") as theirs:
         assert not mx.array_equal(mine.logits([5, 6, 7]), theirs.logits([5, 6, 7]))
+    reports = [record.getMessage() for record in caplog.records if "not yet checked" in record.getMessage()]
+    assert reports == ["Model type my_moe is not yet checked here. `mlxmoe verify` proves it on your model."]
 
 
 def test_what_is_no_definition_is_refused(my_moe: types.ModuleType) -> None:

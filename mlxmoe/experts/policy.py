@@ -14,9 +14,6 @@ class LRU:
     def __init__(self) -> None:
         self._order: dict[int, None] = {}
 
-    def __len__(self) -> int:
-        return len(self._order)
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)
 
