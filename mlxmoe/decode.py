@@ -9,7 +9,7 @@ token is handed out before the next forward pass begins, because here a pass can
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import EngineClosedError
-from mlxmoe.experts.layer import ExpertStream, Passes
+from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.sampling import Sampled, Sampler
 
 POOL_TOKENS = (
@@ -35,13 +35,10 @@ class Decoder:
     thread what another has built. Several generations, each with its own cache, may interleave.
     """
 
-    def __init__(
-        self, model: nn.Module, streams: Collection[ExpertStream], passes: Passes, *, chunk_tokens: int
-    ) -> None:
+    def __init__(self, model: nn.Module, experts: ExpertCache, *, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
         self._model: nn.Module | None = model
-        self._streams = list(streams)
-        self._passes = passes
+        self._experts = experts
 
     @property
     def model(self) -> nn.Module:
@@ -51,9 +48,8 @@ class Decoder:
 
     def close(self) -> None:
         """Let go of the model once the pass under way is over. May be called twice."""
-        with self._passes.one():
+        with self._experts.passes.one():
             self._model = None
-            self._streams = []
 
     def new_cache(self) -> Cache:
         """An empty cache as the model's definition makes it."""
@@ -101,13 +97,8 @@ class Decoder:
 
     @contextmanager
     def _pass(self) -> Iterator[nn.Module]:
-        with self._passes.one():
-            for stream in self._streams:  # of a pass that was cut short: nobody will ask for it
-                stream.take_pending()
-            try:
-                yield self.model
-            finally:
-                mx.eval([stream.take_pending() for stream in self._streams])
+        with self._experts.one_pass():
+            yield self.model
 
 
 def _chunks(tokens: Sequence[int], size: int) -> list[list[int]]:

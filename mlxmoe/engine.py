@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.decode import Decoder
-from mlxmoe.experts.bank import BankCounters
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
 from mlxmoe.memory.plan import Plan, expert_budget
@@ -66,7 +65,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     model_type = loaded.config["model_type"]
-    if loaded.layers and find_spec(model_type) is None:
+    if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
     return Engine(loaded)
 
@@ -83,13 +82,11 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self.plan: Plan = loaded.plan
-        self._layers = loaded.layers
-        self._counters = {path: stream.bank.counters for path, stream in loaded.streams.items()}
-        self._reader = loaded.reader
-        self._decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=chunk_tokens)
+        self._experts = loaded.experts
+        self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens)
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
-        self._replier = Replier(self._decoder, loaded.tokenizer, context, self._lookups)
+        self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
 
     @property
     def model(self) -> nn.Module:
@@ -150,16 +147,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""
-        nothing = BankCounters()
+        slots = self._experts.slots
         return EngineStats(
             tuple(
                 LayerStats(
                     path=layer.path,
                     num_experts=layer.num_experts,
-                    slots=self.plan.slots[layer.path],
-                    **asdict(self._counters.get(layer.path, nothing)),
+                    slots=slots[layer.path],
+                    **asdict(self._experts.counters[layer.path]),
                 )
-                for layer in self._layers
+                for layer in self._experts.layers
             )
         )
 
@@ -176,7 +173,7 @@ class Engine:
     def close(self) -> None:
         """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
         self._decoder.close()
-        self._reader.close()
+        self._experts.close()
         mx.clear_cache()
 
     def __enter__(self) -> Engine:
@@ -184,8 +181,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lookups(self) -> tuple[int, int]:
-        """Hits and misses of all layers so far."""
-        counters = self._counters.values()
-        return sum(c.hits for c in counters), sum(c.misses for c in counters)

@@ -20,14 +20,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
-from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.checkpoint import ExpertReader
-from mlxmoe.experts.layer import LINEAR_TYPES, ExpertStream, Passes, expert_arrays, put_bank
+from mlxmoe.experts.layer import LINEAR_TYPES
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
 from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.opening import open_folder
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,7 @@ POOL_BYTES = 64 * 2**20  # buffers that MLX keeps for reuse, and small change
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
-
-    `streams`: the streamed layers by their path; resident layers are not in it.
-    """
+    """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -49,10 +46,7 @@ class LoadedModel:
     path: Path
     vocab_size: int
     plan: Plan
-    layers: Sequence[MoeLayer]
-    streams: Mapping[str, ExpertStream]
-    passes: Passes
-    reader: ExpertReader
+    experts: ExpertCache
 
 
 def load_folder(
@@ -85,13 +79,18 @@ def load_folder(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, plan.model_context, plan.context,
         )  # fmt: skip
-    reader, passes = ExpertReader(opened.checkpoint.files), Passes()
+    cache = ExpertCache(
+        opened.modules,
+        opened.layers,
+        lambda: locate_experts(opened.model, opened.modules, opened.checkpoint),
+        ExpertReader(opened.checkpoint.files),
+    )
     try:
-        streams = _place_banks(opened, plan, reader, passes)
+        cache.start_streaming(plan.slots)
         _read_trunk(opened.model, path, progress)
         tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:
-        reader.close()
+        cache.close()
         raise
     return LoadedModel(
         model=opened.model,
@@ -100,10 +99,7 @@ def load_folder(
         path=path,
         vocab_size=opened.vocab_size,
         plan=plan,
-        layers=opened.layers,
-        streams=streams,
-        passes=passes,
-        reader=reader,
+        experts=cache,
     )
 
 
@@ -132,21 +128,6 @@ def _prefill_bytes(modules: Mapping[str, nn.Module], layers: Sequence[MoeLayer])
         width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
         widths.append(layer.top_k * width)
     return POOL_BYTES + CHUNK_TOKENS * max(widths, default=0) * 4
-
-
-def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader, passes: Passes) -> dict[str, ExpertStream]:
-    """Give every layer that is not resident a bank instead of its arrays. Modifies the model."""
-    streamed = {
-        layer.path: opened.modules[layer.path]
-        for layer in opened.layers
-        if plan.slots[layer.path] < layer.num_experts
-    }
-    if not streamed:
-        return {}
-    places = locate_experts(opened.model, streamed, opened.checkpoint)
-    for path, module in streamed.items():
-        put_bank(module, ExpertBank(places[path], expert_arrays(module), plan.slots[path], reader), passes)
-    return {path: module.expert_stream for path, module in streamed.items()}
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:

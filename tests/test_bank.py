@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import CheckpointReadError
-from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.bank import ExpertBank, Home
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
 from mlxmoe.experts.safetensors import read_header
 
@@ -42,7 +42,12 @@ class Layer:
         self.fail_reads = 0
 
     def bank(self, slots: int) -> ExpertBank:
-        return ExpertBank(self.tensors, self.arrays, slots, ExpertReader(self.files, preadv=self._preadv))
+        arrays = dict(self.arrays)
+        homes = {name: Home(arrays, name) for name in arrays}
+        return ExpertBank(self.tensors, homes, slots, self.reader())
+
+    def reader(self) -> ExpertReader:
+        return ExpertReader(self.files, preadv=self._preadv)
 
     def _preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if self.fail_reads:
@@ -56,6 +61,12 @@ class Layer:
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory: pytest.TempPathFactory) -> Layer:
     return Layer(tmp_path_factory.mktemp("layer"))
+
+
+def full_bank(layer: Layer) -> ExpertBank:
+    """A bank over arrays that hold every expert, as a resident layer has them."""
+    arrays = dict(layer.arrays)
+    return ExpertBank(layer.tensors, {name: Home(arrays, name) for name in arrays}, None, layer.reader())
 
 
 def use(bank: ExpertBank, sequence: list[int]) -> None:
@@ -145,6 +156,86 @@ def test_an_interrupt_at_any_line_leaves_no_lie_and_no_lost_slot(layer: Layer, s
         use(bank, [6, 7, 5, 4])
         assert len(bank.resident) == 4, "no slot was lost"
     assert interrupted > 10
+
+
+@given(
+    slots=st.integers(1, EXPERTS), steps=st.lists(st.tuples(st.integers(1, EXPERTS), st.integers(0, 7)), max_size=9)
+)
+def test_slots_hold_what_they_claim_whatever_the_bank_is_resized_to(
+    layer: Layer, slots: int, steps: list[tuple[int, int]]
+) -> None:
+    bank = layer.bank(slots)
+    use(bank, list(range(EXPERTS)))
+    for size, expert in steps:
+        before = list(bank.resident)
+        bank.resize(size)
+        check(bank)
+        assert bank.slots == size
+        assert bank.nbytes == size * bank.expert_bytes == sum(array.nbytes for array in bank.arrays.values())
+        assert list(bank.resident) == before[-size:], "the least recently used lost their slots, the order is kept"
+        use(bank, [expert])
+        assert list(bank.resident)[-1] == expert
+    assert sorted(bank.resident.values()) == sorted(set(bank.resident.values()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_an_interrupt_at_any_line_of_a_resize_leaves_no_lie_and_no_lost_slot(layer: Layer, size: int) -> None:
+    interrupted = 0
+    for nth in itertools.count(1):
+        bank = layer.bank(4)
+        use(bank, [0, 1, 2, 3])
+        sys.settrace(InterruptAt(nth))
+        try:
+            bank.resize(size)
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        check(bank)
+        use(bank, [6, 7, 5, 4])
+        assert len(bank.resident) == min(bank.slots, 4), "no slot was lost"
+        bank.resize(3)
+        use(bank, [1, 2, 3])
+        assert bank.nbytes == 3 * bank.expert_bytes, "whatever the interrupt left longer is cut"
+    assert interrupted > 20
+
+
+def test_a_full_bank_has_each_expert_at_its_number(layer: Layer) -> None:
+    bank = full_bank(layer)
+    check(bank)
+    assert bank.resident == {expert: expert for expert in range(EXPERTS)}
+    bank.resize(3)
+    check(bank)
+    use(bank, [7, 0])
+    bank.resize(EXPERTS)
+    assert bank.resident.items() >= {7: 7, 0: 0}.items()
+    bank.fill()
+    check(bank)
+    assert bank.resident == {expert: expert for expert in range(EXPERTS)}
+    assert list(bank.resident)[-2:] == [7, 0], "what was read to fill up is the coldest"
+
+
+def test_a_failed_fill_leaves_no_lie_behind(layer: Layer) -> None:
+    bank = layer.bank(2)
+    use(bank, [4, 5])
+    bank.resize(EXPERTS)
+    layer.fail_reads = 3
+    with pytest.raises(CheckpointReadError):
+        bank.fill()
+    check(bank)
+    use(bank, list(range(EXPERTS)))
+    assert len(bank.resident) == EXPERTS
+
+
+def test_ages_say_how_long_each_slot_was_not_used(layer: Layer) -> None:
+    bank = layer.bank(4)
+    for experts in ([0, 1], [1], [2]):
+        use(bank, experts)
+    assert bank.ages == [4, 2, 1, 0]
+    bank.resize(3)
+    assert bank.ages == [2, 1, 0]
 
 
 def test_counters_count(layer: Layer) -> None:

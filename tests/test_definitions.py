@@ -40,7 +40,7 @@ def capacities(folder: Path) -> Iterator[LoadedModel]:
     for size in (floor, (floor + total) // 2, total):
         loaded = load_folder(folder, experts=size, memory_bytes=2**62)
         yield loaded
-        loaded.reader.close()
+        loaded.experts.close()
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,10 @@ def test_definitions_are_bit_identical(tmp_path: Path, name: str) -> None:
     assert mx.any(expected[0] != expected[-1])
     misses = []
     for loaded in capacities(folder):
-        decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=24)
+        decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=24)
         found = in_another_thread(lambda decoder=decoder: logits(decoder))
         assert mx.array_equal(found, expected), f"slots {loaded.plan.slots}"
-        misses.append(sum(stream.bank.counters.misses for stream in loaded.streams.values()))
+        misses.append(sum(c.misses for c in loaded.experts.counters.values()))
     assert misses[0] > misses[-1] == 0, "fewer slots, more misses; none where all is resident"
 
 

@@ -15,7 +15,15 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import Listening, Passes, expert_arrays, put_bank, switch_modules
+from mlxmoe.experts.layer import (
+    ExpertStream,
+    Listening,
+    Passes,
+    compute_from,
+    expert_arrays,
+    expert_homes,
+    switch_modules,
+)
 from mlxmoe.experts.safetensors import read_header
 
 EXPERTS, WIDTH, TOP_K = 8, 64, 3
@@ -55,7 +63,8 @@ def streamed(kind: str, folder: Path, slots: int) -> nn.Module:
         mx.save_safetensors(str(path), arrays)
     state, infos = read_header(path)
     tensors = {name: ExpertTensor.stacked(path, info.offset, info.nbytes, EXPERTS) for name, info in infos.items()}
-    put_bank(module, ExpertBank(tensors, arrays, slots, ExpertReader({path: state})), Passes())
+    bank = ExpertBank(tensors, expert_homes(module), slots, ExpertReader({path: state}))
+    compute_from(module, ExpertStream(bank, Passes()))
     return module
 
 

@@ -118,7 +118,7 @@ CASES: list[tuple[str, str, int | None, Change]] = [
 
 
 def logits(loaded: LoadedModel) -> mx.array:
-    decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=64)
+    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=64)
     return decoder.logits(TOKENS, decoder.new_cache())
 
 
@@ -128,9 +128,9 @@ def with_bits(folder: Path, experts: float) -> tuple[mx.array, int]:
     size = max(sum(layer.floor_bytes for layer in layers), round(experts * sum(layer.nbytes for layer in layers)))
     loaded = load_folder(folder, experts=size, memory_bytes=2**62)
     try:
-        return logits(loaded), sum(stream.bank.counters.evictions for stream in loaded.streams.values())
+        return logits(loaded), sum(c.evictions for c in loaded.experts.counters.values())
     finally:
-        loaded.reader.close()
+        loaded.experts.close()
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_a_layout_of_whole_runs_is_read_in_place_exactly(
 def load_of(folder: Path) -> Iterator[LoadedModel]:
     """The model whole, as mlx-lm itself reads it."""
     loaded = load_folder(folder, experts="all", memory_bytes=2**62)
-    assert not loaded.streams
+    assert not loaded.experts.streams
     yield loaded
-    loaded.reader.close()
+    loaded.experts.close()
 
 
 def test_prefixed_names_are_read_in_place(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_layout_that_is_no_run_of_bytes_is_refused_by_name_before_it_is_read(t
     definition, quantization, change, says = REFUSED_LAYOUTS[name]
     converted = make_tiny(tmp_path / "mlx", DEFINITIONS[definition], quantization=quantization)
     other = rewritten(converted, tmp_path / "other", change)
-    load_folder(other, experts="all", memory_bytes=2**62).reader.close()  # the layout is one that mlx-lm reads
+    load_folder(other, experts="all", memory_bytes=2**62).experts.close()  # the layout is one that mlx-lm reads
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with pytest.raises(

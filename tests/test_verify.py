@@ -20,10 +20,10 @@ from mlxmoe.verify.report import difference, probe_tokens
 
 def flip_a_byte(loaded: LoadedModel) -> None:
     """Read some experts, then damage one of the last layer's slots; nothing where all layers are resident."""
-    if not loaded.streams:
+    if not loaded.experts.streams:
         return
     loaded.model(mx.array([probe_tokens(2048, 1)]))  # what verify will run first
-    bank = list(loaded.streams.values())[-1].bank
+    bank = list(loaded.experts.streams.values())[-1].bank
     slot = next(reversed(bank.resident.values()))
     bank.view("down_proj.weight", slot)[0] ^= 0x40
 

@@ -1,15 +1,15 @@
-"""The slots of one layer: which expert is where, filling and evicting. Knows nothing of models or pressure.
+"""The slots of one layer: which expert is where, filling, evicting, resizing. Knows nothing of models or pressure.
 
-A slot belongs to an expert only once all its bytes are there. The slots' memory is allocated once and written in
-place through memoryviews; the arrays are never assigned to (MLX would copy or move them, and two banks would be
-alive at once).
+A slot belongs to an expert only once all its bytes are there. The slots' memory is written in place through
+memoryviews; the arrays are never assigned to (MLX would copy or move them, and two banks would be alive at once). The
+layer's own module holds them, so that what computes and what is written to cannot be two different arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -32,36 +32,56 @@ class BankCounters:
     bytes_read: int = 0
 
 
-class ExpertBank:
-    """Room for `slots` of a layer's experts: for each expert tensor one array `[slots, ...]`.
+class Home(NamedTuple):
+    """Where an expert array lives: the module that computes from it, which is a dict, and its name there."""
 
-    `templates`: the layer's stacked arrays `[experts, ...]`, unevaluated: their shapes and dtypes are taken, never
-    their contents. `tensors`: where the bytes of each lie, under the same names.
+    owner: dict[str, Any]
+    key: str
+
+    @property
+    def array(self) -> mx.array:
+        return cast(mx.array, self.owner[self.key])
+
+
+class ExpertBank:
+    """Room for `slots` of a layer's experts: for each expert tensor one array `[slots, ...]`, at its home.
+
+    `homes`: where the layer's stacked arrays `[experts, ...]` are. They are replaced, only their shapes and dtypes
+    are used; where `slots` is None they hold every expert already, and stay. `tensors`: where the bytes of each lie,
+    under the same names. `counters`: go on from these.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, ExpertTensor],
-        templates: Mapping[str, mx.array],
-        slots: int,
+        homes: Mapping[str, Home],
+        slots: int | None,
         reader: ExpertReader,
+        counters: BankCounters | None = None,
     ) -> None:
-        assert tensors.keys() == templates.keys(), "every array has a place on disk"
-        self.num_experts = next(iter(templates.values())).shape[0]
-        assert 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
-        self.slots = slots
-        self.counters = BankCounters()
-        self._tensors = [tensors[name] for name in templates]
+        assert tensors.keys() == homes.keys(), "every array has a place on disk"
+        self.num_experts: int = next(iter(homes.values())).array.shape[0]
+        assert slots is None or 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
+        self.slots = self.num_experts if slots is None else slots
+        self.counters = counters or BankCounters()
+        self._homes = dict(homes)
+        self._tensors = [tensors[name] for name in homes]
         self._reader = reader
-        self.arrays = {name: mx.zeros((slots, *a.shape[1:]), dtype=a.dtype) for name, a in templates.items()}
-        mx.eval(*self.arrays.values())
-        self._views = [_slot_views(array) for array in self.arrays.values()]
-        for tensor, views in zip(self._tensors, self._views, strict=True):
-            assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
         self._policy = LRU()
-        self._slot_of = [EMPTY] * self.num_experts
-        self._free = list(range(slots))
-        self._changing = False
+        self._views: list[list[memoryview]] = []
+        if slots is not None:
+            for home in homes.values():
+                array = home.array
+                home.owner[home.key] = mx.zeros((slots, *array.shape[1:]), dtype=array.dtype)
+        self._recover()
+        if slots is None:
+            everyone = range(self.num_experts)
+            self._hold(dict(zip(everyone, everyone, strict=True)), dict.fromkeys(everyone, 0))
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """The slots' memory: for each expert tensor one array `[slots, ...]`."""
+        return {name: home.array for name, home in self._homes.items()}
 
     @property
     def expert_bytes(self) -> int:
@@ -71,12 +91,19 @@ class ExpertBank:
     @property
     def nbytes(self) -> int:
         """Bytes that the slots occupy, filled or not."""
-        return self.slots * self.expert_bytes
+        return sum(home.array.nbytes for home in self._homes.values())
 
     @property
     def resident(self) -> dict[int, int]:
         """Who is where: expert -> slot, the least recently used first."""
         return {expert: self._slot_of[expert] for expert in self._policy}
+
+    @property
+    def ages(self) -> list[int]:
+        """For each slot how many calls ago it was last used, the oldest first; an empty one is older than all."""
+        now = self._policy.calls
+        used = [now - call for call in self._policy.last_calls.values()]
+        return [now + 1] * (self.slots - len(used)) + used
 
     def slots_of(self, experts: Sequence[int]) -> list[int]:
         """The slot of each of `experts`, which must all have been admitted by the wave at hand."""
@@ -85,8 +112,9 @@ class ExpertBank:
 
     def waves(self, last_use: Mapping[int, int]) -> list[list[int]]:
         """Cut the wanted experts (expert -> last position that wants it) into waves that fit; counts hits."""
-        if self._changing:  # an earlier admit was cut short: nothing it left behind can be relied on
-            self.clear()
+        if self._changing:
+            self._recover()
+        self._policy.calls += 1
         waves = plan_waves(last_use, self._policy, self.slots)
         hits = sum(expert in self._policy for expert in last_use)
         self.counters.hits += hits
@@ -116,16 +144,83 @@ class ExpertBank:
             self._policy.touch(sorted({*present, *wave}, key=last_use.__getitem__))
         self._changing = False
 
+    def resize(self, slots: int) -> None:
+        """Have `slots` slots; the least recently used experts lose theirs. Nothing unevaluated may read the arrays.
+
+        With a slot for each expert, expert n goes to slot n. One array is replaced after the other, so what is needed
+        beside the bank is one array. However this ends, no slot claims bytes that it does not hold.
+        """
+        assert 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
+        if self._changing:
+            self._recover()
+        old, last_calls = self.resident, self._policy.last_calls
+        kept = list(old)[max(0, len(old) - slots) :]
+        new = self._targets({expert: old[expert] for expert in kept}, slots)
+        self._changing = True
+        self._forget()
+        for home in self._homes.values():
+            self._views.clear()  # they keep the old arrays alive
+            home.owner[home.key] = _rows(home.array, {new[expert]: old[expert] for expert in kept}, slots)
+            mx.clear_cache()
+        self._bind()
+        self._hold(new, {expert: last_calls[expert] for expert in kept})
+        self._changing = False
+
+    def fill(self) -> None:
+        """Read experts that have no slot into the free ones; they are the least recently used.
+
+        Raises CheckpointReadError.
+        """
+        missing = [expert for expert in range(self.num_experts) if expert not in self._policy]
+        targets = dict(zip(missing, sorted(self._free), strict=False))
+        self._changing = True
+        self._reader.read(self._pieces(list(targets), list(targets.values())))
+        self.counters.bytes_read += len(targets) * self.expert_bytes
+        self._hold({**targets, **self.resident}, {**dict.fromkeys(targets, 0), **self._policy.last_calls})
+        self._changing = False
+
     def clear(self) -> None:
         """Forget every expert; the memory stays."""
-        self._policy.clear()
-        self._slot_of = [EMPTY] * self.num_experts
-        self._free = list(range(self.slots))
+        self._forget()
         self._changing = False
 
     def view(self, name: str, slot: int) -> memoryview:
         """The bytes of one tensor of one slot, writable."""
-        return self._views[list(self.arrays).index(name)][slot]
+        return self._views[list(self._homes).index(name)][slot]
+
+    def _bind(self) -> None:
+        """Take the arrays as they are at home: as many slots as the shortest has, and a view of each."""
+        arrays = list(self.arrays.values())
+        mx.eval(arrays)
+        self.slots = min(array.shape[0] for array in arrays)
+        self._views = [_slot_views(array) for array in arrays]
+        for tensor, views in zip(self._tensors, self._views, strict=True):
+            assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
+
+    def _recover(self) -> None:
+        """After an admit or a resize that was cut short: nothing it left behind can be relied on."""
+        self._bind()
+        self.clear()
+
+    def _forget(self) -> None:
+        self._policy.clear()
+        self._slot_of = [EMPTY] * self.num_experts
+        self._free = list(range(self.slots))
+
+    def _hold(self, slots: Mapping[int, int], last_calls: Mapping[int, int]) -> None:
+        """Say who is where and when each was last used, the least recently used first."""
+        self._forget()
+        for expert, slot in slots.items():
+            self._slot_of[expert] = slot
+        self._policy.restore(last_calls)
+        self._free = sorted(set(range(self.slots)) - set(slots.values()))
+
+    def _targets(self, slot_of: Mapping[int, int], slots: int) -> dict[int, int]:
+        """Where experts go that now have the slots `slot_of`, when there are `slots`: few of them move."""
+        if slots == self.num_experts:
+            return {expert: expert for expert in slot_of}
+        free = iter(sorted(set(range(slots)) - set(slot_of.values())))
+        return {expert: slot if slot < slots else next(free) for expert, slot in slot_of.items()}
 
     def _make_room(self, count: int, keep: Sequence[int]) -> None:
         short = count - len(self._free)
@@ -150,3 +245,10 @@ def _slot_views(array: mx.array) -> list[memoryview]:
     flat = whole.cast("B")
     stride = flat.nbytes // array.shape[0]
     return [flat[start : start + stride] for start in range(0, flat.nbytes, stride)]
+
+
+def _rows(array: mx.array, source: Mapping[int, int], count: int) -> mx.array:
+    """`count` rows, of which row `n` is row `source[n]` of `array`; what the others hold does not matter."""
+    rows = mx.take(array, mx.array([source.get(row, 0) for row in range(count)]), axis=0)
+    mx.eval(rows)
+    return rows

@@ -17,11 +17,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlxmoe.errors import RequestError
-from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.bank import ExpertBank, Home
 
 SWITCH_TYPES = (SwitchGLU, SwitchMLP)
 LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
@@ -160,21 +159,34 @@ def switch_modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
-def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
-    """The arrays of a switch module that have one row for each expert, by their path inside the module."""
+def expert_homes(module: nn.Module) -> dict[str, Home]:
+    """Where a switch module's arrays with one row for each expert live, by their path inside the module."""
     return {
-        f"{name}.{key}": array
+        f"{name}.{key}": Home(child, key)
         for name, child in sorted(module.children().items())
         if isinstance(child, LINEAR_TYPES)
-        for key, array in child.parameters().items()
+        for key in child.parameters()
     }
 
 
-def put_bank(module: nn.Module, bank: ExpertBank, passes: Passes) -> None:
-    """Let `module` compute from `bank`. Its own arrays are replaced; they were never evaluated."""
-    module.update(tree_unflatten(list(bank.arrays.items())))
-    module.expert_stream = ExpertStream(bank, passes)
+def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
+    """The arrays of a switch module that have one row for each expert, by their path inside the module."""
+    return {name: home.array for name, home in expert_homes(module).items()}
+
+
+def compute_from(module: nn.Module, stream: ExpertStream) -> None:
+    """Let `module` compute from the bank of `stream`, whose homes are in it."""
+    module.expert_stream = stream
     module.__class__ = _mixed(_Streaming, type(module))
+
+
+def compute_whole(module: nn.Module) -> None:
+    """Let `module` be mlx-lm's own code again; its arrays must hold each expert at its number."""
+    module.__class__ = type(module).__mro__[2]  # behind the mixed class and _Streaming
+
+
+def computes_from_bank(module: nn.Module) -> bool:
+    return isinstance(module, _Streaming)
 
 
 class Listening:

@@ -9,38 +9,51 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 
 class LRU:
-    """The experts of one layer that hold a slot, from the least to the most recently used."""
+    """The experts of one layer that hold a slot, from the least to the most recently used.
+
+    `calls`: of the layer so far; whoever uses the policy counts them.
+    """
 
     def __init__(self) -> None:
-        self._order: dict[int, None] = {}
+        self.calls = 0
+        self._last_call: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        return iter(self._last_call)
 
     def __contains__(self, expert: object) -> bool:
-        return expert in self._order
+        return expert in self._last_call
+
+    @property
+    def last_calls(self) -> dict[int, int]:
+        """The call in which each expert was last used, the least recently used first."""
+        return dict(self._last_call)
 
     def touch(self, experts: Iterable[int]) -> None:
         """Make `experts` the most recently used, the last one most of all."""
         for expert in experts:
-            self._order.pop(expert, None)
-            self._order[expert] = None
+            self._last_call.pop(expert, None)
+            self._last_call[expert] = self.calls
+
+    def restore(self, last_calls: Mapping[int, int]) -> None:
+        """Hold these experts and no others, the least recently used first."""
+        self._last_call = dict(last_calls)
 
     def evict(self, count: int, keep: Container[int]) -> list[int]:
         """Remove and return the `count` least recently used experts that are not in `keep`."""
         victims: list[int] = []
-        for expert in self._order:
+        for expert in self._last_call:
             if len(victims) == count:
                 break
             if expert not in keep:
                 victims.append(expert)
         assert len(victims) == count, "a wave never wants more experts than there are slots"
         for expert in victims:
-            del self._order[expert]
+            del self._last_call[expert]
         return victims
 
     def clear(self) -> None:
-        self._order.clear()
+        self._last_call.clear()
 
 
 def plan_waves(last_use: Mapping[int, int], resident: Container[int], capacity: int) -> list[list[int]]:

@@ -63,7 +63,7 @@ def _compare_one(folder: Path, trust: bool, label: str, size: int, add: Callable
         recorded = _record(loaded)
         stock = switch_modules(load_model(folder, lazy=True, trust_remote_code=trust)[0])
         for path, calls in recorded.items():
-            bank = loaded.streams[path].bank
+            bank = loaded.experts.streams[path].bank
             differing, largest, values = 0, 0.0, 0
             for call in calls:
                 expected = stock[path](call.x, call.indices)
@@ -75,14 +75,14 @@ def _compare_one(folder: Path, trust: bool, label: str, size: int, add: Callable
             slots = (bank.slots, bank.slots)
             add(VerifyRow(label, slots, path, values, differing, largest, 0.0, counters.misses, counters.evictions))
     finally:
-        loaded.reader.close()
+        loaded.experts.close()
 
 
 def _record(loaded: LoadedModel) -> dict[str, list[_Call]]:
     """What each streamed layer did in a prefill and in a few decode steps."""
     modules = switch_modules(loaded.model)
-    recorders = {path: _Recorder(stream) for path, stream in loaded.streams.items()}
-    decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=CHUNK_TOKENS)
+    recorders = {path: _Recorder(stream) for path, stream in loaded.experts.streams.items()}
+    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=CHUNK_TOKENS)
     for path, recorder in recorders.items():
         modules[path].expert_stream = recorder
     try:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.utils import load_model
 
 from mlxmoe.decode import Decoder
-from mlxmoe.experts.layer import Passes
+from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.loading import load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.verify.report import VerifyRow, Watch, expert_sizes, probe_tokens
@@ -52,7 +52,7 @@ def compare_logits(folder: Path, budget: int, trust: bool, add: Callable[[Verify
 
 def _stock(folder: Path, vocab: int, trust: bool) -> _Expected:
     model, _ = load_model(folder, trust_remote_code=trust)
-    decoder = Decoder(model, (), Passes(), chunk_tokens=CHUNK_TOKENS)
+    decoder = Decoder(model, ExpertCache.of_nothing(), chunk_tokens=CHUNK_TOKENS)
     prompts = [probe_tokens(vocab, count) for count in PREFILL_TOKENS]
     logits = [decoder.logits(prompt, decoder.new_cache()) for prompt in prompts]
     cache, said, rows = decoder.new_cache(), prompts[0][:1], []
@@ -67,7 +67,7 @@ def _compare_one(
 ) -> None:
     loaded = load_folder(folder, experts=size, memory_bytes=2**62, trust_remote_code=trust)
     try:
-        decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=CHUNK_TOKENS)
+        decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=CHUNK_TOKENS)
         for prompt, logits in zip(expected.prompts, expected.logits, strict=True):
             watch = Watch(loaded)
             found = decoder.logits(prompt, decoder.new_cache())
@@ -76,7 +76,7 @@ def _compare_one(
         found = mx.concatenate([decoder.logits([token], cache) for token in expected.said])
         add(watch.row(label, f"decode {DECODE_TOKENS}", found, expected.decoded))
     finally:
-        loaded.reader.close()
+        loaded.experts.close()
 
 
 def _bound(tokens: int, logits: mx.array) -> float:

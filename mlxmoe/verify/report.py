@@ -67,7 +67,7 @@ class Watch:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._slots = loaded.plan.slots.values()
-        self._counters = [stream.bank.counters for stream in loaded.streams.values()]
+        self._counters = list(loaded.experts.counters.values())
         self._misses, self._evictions = self._sums()
 
     def row(self, experts: str, part: str, found: mx.array, expected: mx.array, bound: float = 0.0) -> VerifyRow:

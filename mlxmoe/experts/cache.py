@@ -1,0 +1,148 @@
+"""All banks of one model: which layers stream, and how many slots each has. Knows nothing of pressure or requests.
+
+A layer with a slot for each expert is resident: it is mlx-lm's own code, and no bank exists for it until it shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxmoe.experts.bank import BankCounters, ExpertBank
+from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
+from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank, expert_homes
+from mlxmoe.memory.plan import MoeLayer
+
+Places = Mapping[str, Mapping[str, ExpertTensor]]  # module path -> array name -> where its experts lie
+
+
+class ExpertCache:
+    """The expert cache of one model. Modifies the model's modules, one pass or one resize at a time.
+
+    `modules`: those with routed experts by their path, `layers`: their sizes. `locate`: finds where the experts lie
+    on disk; asked for once, when the first layer streams, and may raise UnsupportedModelError.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        layers: Sequence[MoeLayer],
+        locate: Callable[[], Places],
+        reader: ExpertReader,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.passes = Passes()
+        self.streams: dict[str, ExpertStream] = {}
+        self.counters = {layer.path: BankCounters() for layer in layers}
+        self._modules = dict(modules)
+        self._locate = locate
+        self._places: Places | None = None
+        self._reader = reader
+
+    @classmethod
+    def of_nothing(cls) -> ExpertCache:
+        """For a model that computes from its own arrays: only the turns."""
+        return cls({}, (), dict, ExpertReader({}))
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Slots of each layer now; none once this is closed."""
+        return {layer.path: self._slots_and_bytes(layer)[0] for layer in self.layers}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, and of the layers that are resident."""
+        return sum(self._slots_and_bytes(layer)[1] for layer in self.layers)
+
+    def lookups(self) -> tuple[int, int]:
+        """Hits and misses of all layers so far."""
+        return sum(c.hits for c in self.counters.values()), sum(c.misses for c in self.counters.values())
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
+        with self.passes.one():
+            for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
+                stream.take_pending()
+            try:
+                yield
+            finally:
+                mx.eval([stream.take_pending() for stream in self.streams.values()])
+
+    def start_streaming(self, slots: Mapping[str, int]) -> None:
+        """Before any weight was read: give every layer with fewer `slots` than experts a bank, not its arrays."""
+        for layer in self.layers:
+            if slots[layer.path] < layer.num_experts:
+                self._stream(layer, slots[layer.path])
+
+    def resize(self, slots: Mapping[str, int]) -> None:
+        """Have `slots` of each layer: those that shrink first. Waits for the pass under way.
+
+        Beside the banks, one array of one layer is needed meanwhile. A layer that gets a slot for each expert reads
+        the missing ones and is resident. Raises UnsupportedModelError, before anything changes, where experts cannot
+        be read in place, and CheckpointReadError.
+        """
+        with self.passes.one():
+            self._drop_residents()
+            now = self.slots
+            for layer in sorted(self.layers, key=lambda layer: slots[layer.path] - now[layer.path]):
+                count, streams = slots[layer.path], layer.path in self.streams
+                if count != now[layer.path] or (streams and count == layer.num_experts):
+                    self._resize(layer, count)
+
+    def shrunk(self, nbytes: int) -> dict[str, int]:
+        """Slots of each layer with `nbytes` given back, as far as one token's experts are left.
+
+        Those go first that were not used for the longest; where that says nothing, the layer with the largest share.
+        """
+        slots = self.slots
+        coldest: list[tuple[int, float, MoeLayer]] = []
+        for layer in self.layers:
+            stream = self.streams.get(layer.path)
+            ages = stream.bank.ages if stream else [0] * layer.num_experts
+            for taken, age in enumerate(ages[: max(0, len(ages) - layer.top_k)]):
+                share = (len(ages) - taken) / layer.num_experts
+                coldest.append((age, share, layer))
+        for _, _, layer in sorted(coldest, key=lambda item: (-item[0], -item[1])):
+            if nbytes <= 0:
+                break
+            slots[layer.path] -= 1
+            nbytes -= layer.expert_bytes
+        return slots
+
+    def close(self) -> None:
+        """Let go of the model, end the reader's threads, close the files. May be called twice."""
+        with self.passes.one():
+            self._modules, self.streams, self._places, self._locate = {}, {}, None, dict
+            self._reader.close()
+
+    def _slots_and_bytes(self, layer: MoeLayer) -> tuple[int, int]:
+        if (stream := self.streams.get(layer.path)) is not None:
+            return stream.bank.slots, stream.bank.nbytes
+        return (layer.num_experts, layer.nbytes) if layer.path in self._modules else (0, 0)
+
+    def _resize(self, layer: MoeLayer, slots: int) -> None:
+        stream = self.streams.get(layer.path) or self._stream(layer, None)
+        stream.bank.resize(slots)
+        if slots == layer.num_experts:
+            stream.bank.fill()
+            compute_whole(self._modules[layer.path])
+            self._drop_residents()
+
+    def _drop_residents(self) -> None:
+        """Forget banks of layers that compute whole, also those that an interrupt left between the two."""
+        self.streams = {path: s for path, s in self.streams.items() if computes_from_bank(self._modules[path])}
+
+    def _stream(self, layer: MoeLayer, slots: int | None) -> ExpertStream:
+        """Let `layer` compute from a bank: an empty one of `slots`, or of the arrays it has."""
+        if self._places is None:
+            self._places = self._locate()
+        module = self._modules[layer.path]
+        counters = self.counters[layer.path]
+        bank = ExpertBank(self._places[layer.path], expert_homes(module), slots, self._reader, counters)
+        stream = self.streams[layer.path] = ExpertStream(bank, self.passes)  # known to passes before it is used
+        compute_from(module, stream)
+        return stream
