@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.memory.plan import KVBytes, MoeLayer, divide_slots, expert_budget, make_plan
-from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 
@@ -153,15 +152,3 @@ def test_sizes_are_written_for_people() -> None:
     assert [format_bytes(n) for n in (0, 999, 1000, 12_345_678, 22_100_000_000)] == [
         "0 bytes", "999 bytes", "1.0 kB", "12.3 MB", "22.1 GB",
     ]  # fmt: skip
-
-
-def test_usable_memory_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Machine:
-        total, available = 32 * 2**30, 20 * 2**30
-
-    monkeypatch.setattr("mlxmoe.memory.reading.psutil.virtual_memory", lambda: Machine)
-    assert usable_bytes() == 20 * 2**30 - int(3.2 * 2**30)
-    monkeypatch.setattr("mlxmoe.memory.reading.working_set_bytes", lambda: 12 * 2**30)
-    assert 11 * 2**30 < usable_bytes() <= 12 * 2**30, "the GPU's working set bounds it too"
-    Machine.available = 2**29
-    assert usable_bytes() == 0
