@@ -14,6 +14,7 @@ from mlxmoe.errors import (
     DownloadError,
     EngineClosedError,
     MemoryBudgetError,
+    MemoryPressureError,
     MlxMoeError,
     ModelError,
     ModelNotFoundError,
@@ -22,7 +23,9 @@ from mlxmoe.errors import (
     SamplingError,
     UnsupportedModelError,
 )
+from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
+from mlxmoe.memory.reading import Reading
 from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
@@ -40,12 +43,15 @@ __all__ = [
     "EngineStats",
     "LayerStats",
     "MemoryBudgetError",
+    "MemoryEvent",
+    "MemoryPressureError",
     "MemoryUse",
     "MlxMoeError",
     "ModelError",
     "ModelNotFoundError",
     "Plan",
     "PromptError",
+    "Reading",
     "RequestError",
     "SamplingError",
     "Session",

@@ -9,15 +9,16 @@ token is handed out before the next forward pass begins, because here a pass can
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxmoe.errors import EngineClosedError
+from mlxmoe.errors import EngineClosedError, MemoryPressureError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.sampling import Sampled, Sampler
 
@@ -28,6 +29,24 @@ POOL_TOKENS = (
 Cache = list[Any]  # mlx-lm's caches, one for each layer
 
 
+class Upkeep(Protocol):
+    """What is seen to between two passes, and what it says of the next."""
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The most tokens of a prefill chunk now; None where nothing bounds it."""
+
+    @property
+    def must_finish(self) -> bool:
+        """Whether there may be no further pass."""
+
+    def before_pass(self) -> None:
+        """Called outside of any pass: the model may be changed."""
+
+    def after_step(self, seconds: float) -> None:
+        """A decode step took `seconds`."""
+
+
 class Decoder:
     """Runs a model's forward passes one at a time, whoever asks. Raises EngineClosedError once it is closed.
 
@@ -35,8 +54,11 @@ class Decoder:
     thread what another has built. Several generations, each with its own cache, may interleave.
     """
 
-    def __init__(self, model: nn.Module, experts: ExpertCache, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: nn.Module, experts: ExpertCache, *, chunk_tokens: int, upkeep: Upkeep | None = None
+    ) -> None:
         self.chunk_tokens = chunk_tokens
+        self._upkeep = upkeep
         self._model: nn.Module | None = model
         self._experts = experts
 
@@ -51,24 +73,29 @@ class Decoder:
         with self._experts.passes.one():
             self._model = None
 
+    @property
+    def must_finish(self) -> bool:
+        """Whether replies have to end because memory is short and nothing is left to give back."""
+        return self._upkeep is not None and self._upkeep.must_finish
+
     def new_cache(self) -> Cache:
         """An empty cache as the model's definition makes it."""
         return list(make_prompt_cache(self.model))
 
-    def generate(
-        self, prompt: Sequence[int], cache: Cache, sampler: Sampler, *, before: Sequence[int] = ()
-    ) -> Iterator[Sampled]:
-        """Tokens without end after `prompt`, which `cache` has not seen, though it has seen `before`.
+    def generate(self, prompt: Sequence[int], cache: Cache, sampler: Sampler) -> Iterator[Sampled]:
+        """Tokens without end after `prompt`, of which `cache` has seen all but the last. Modifies `cache`.
 
-        Modifies `cache`. Each token is yielded before the next one's pass, and is not in the cache yet.
+        Each token is yielded before the next one's pass, and is not in the cache yet.
         """
-        self.prefill(prompt[:-1], cache)
-        history = [*before, *prompt]
+        history = list(prompt)
         while True:
             with self._pass() as model:
+                start = time.perf_counter()
                 logits = model(mx.array([history[-1:]]), cache=cache)[:, -1, :]
                 token, logprob = sampler(logits, history)
                 mx.eval(token, logprob, sampler.key, [entry.state for entry in cache])
+            if self._upkeep is not None:
+                self._upkeep.after_step(time.perf_counter() - start)
             sampled = Sampled.of(token, logprob)
             yield sampled
             history.append(sampled.token)
@@ -76,30 +103,45 @@ class Decoder:
                 mx.clear_cache()
 
     def prefill(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`."""
-        for chunk in _chunks(tokens, self.chunk_tokens):
+        """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`.
+
+        Raises MemoryPressureError where memory ran short and nothing is left to give.
+        """
+        done = 0
+        while done < len(tokens):
             with self._pass() as model:
+                chunk = tokens[done : done + self._chunk_size()]
                 model(mx.array([chunk]), cache=cache)
                 mx.eval([entry.state for entry in cache])
+            done += len(chunk)
             mx.clear_cache()
+            if self.must_finish:
+                raise MemoryPressureError(
+                    f"The machine ran short of memory while the prompt was read ({done} of {len(tokens)} tokens)."
+                )
 
     def logits(self, tokens: Sequence[int], cache: Cache) -> mx.array:
         """The logits `[T, V]` after each of `tokens`, from the very passes that `generate` makes for a prompt."""
-        parts = []
-        for chunk in (*_chunks(tokens[:-1], self.chunk_tokens), tokens[-1:]):
+        parts: list[mx.array] = []
+        done = 0
+        while done < len(tokens):
             with self._pass() as model:
-                logits = model(mx.array([chunk]), cache=cache)[0]
+                size = min(self._chunk_size(), max(1, len(tokens) - 1 - done))
+                logits = model(mx.array([tokens[done : done + size]]), cache=cache)[0]
                 mx.eval(logits, [entry.state for entry in cache])
+            done += size
             parts.append(logits)
         whole = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         mx.eval(whole)
         return whole
 
+    def _chunk_size(self) -> int:
+        bound = None if self._upkeep is None else self._upkeep.chunk_tokens
+        return self.chunk_tokens if bound is None else min(bound, self.chunk_tokens)
+
     @contextmanager
     def _pass(self) -> Iterator[nn.Module]:
+        if self._upkeep is not None:
+            self._upkeep.before_pass()
         with self._experts.one_pass():
             yield self.model
-
-
-def _chunks(tokens: Sequence[int], size: int) -> list[list[int]]:
-    return [list(tokens[start : start + size]) for start in range(0, len(tokens), size)]

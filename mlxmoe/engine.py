@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
+from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
@@ -37,6 +39,7 @@ def load(
     memory: int | str | None = None,
     context: int | None = None,
     progress: Progress | None = None,
+    on_memory: Callable[[MemoryEvent], None] | None = None,
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -47,8 +50,9 @@ def load(
     share such as 0.25 or "25%". Fewer are slower, and change no word. `memory`: the most the engine may use, bytes or
     "24GB"; by default what the machine can give now, less a reserve. `context`: tokens, prompt and reply, that must
     fit; by default what the model was made for. `progress(stage, done_bytes, total_bytes)`: called during download
-    and loading. `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
-    `trust_remote_code`: run model code that comes with the weights.
+    and loading. `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; it may
+    be called by another thread. `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as
+    mlx-lm trains them. `trust_remote_code`: run model code that comes with the weights.
 
     Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
     """
@@ -67,23 +71,29 @@ def load(
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
-    return Engine(loaded)
+    return Engine(loaded, on_memory=on_memory)
 
 
 class Engine:
     """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
 
-    `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder. `plan`: how the
-    memory was divided.
+    `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder.
     """
 
-    def __init__(self, loaded: LoadedModel, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        on_memory: Callable[[MemoryEvent], None] | None = None,
+    ) -> None:
         self.tokenizer: TokenizerWrapper = loaded.tokenizer
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
-        self.plan: Plan = loaded.plan
         self._experts = loaded.experts
-        self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens)
+        room = Room(loaded.experts, loaded.plan, loaded.replan, loaded.kv)
+        self._balance = Balance(room, on_event=on_memory)
+        self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance)
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
@@ -92,6 +102,11 @@ class Engine:
     def model(self) -> nn.Module:
         """mlx-lm's model, callable with caches as mlx-lm's are. Raises EngineClosedError."""
         return self._decoder.model
+
+    @property
+    def plan(self) -> Plan:
+        """How the memory is to be divided. `memory()` says what is so now."""
+        return self._balance.plan
 
     def stream(
         self,
@@ -114,8 +129,9 @@ class Engine:
         off. `repetition_penalty`: above 1 discourages what was said in the last 20 tokens. `seed`: the same one gives
         the same text. `stop`: strings that end the reply and are not part of it.
 
-        Raises PromptError or SamplingError at once. While running it may raise CheckpointReadError if the disk fails;
-        the engine still answers the next request.
+        Raises PromptError or SamplingError at once. When the first chunk is asked for, MemoryBudgetError if no room
+        can be made for its KV cache, MemoryPressureError while the machine is critically short of memory. While
+        running it may raise CheckpointReadError if the disk fails; the engine still answers the next request.
         """
         settings = ReplySettings.check(
             max_tokens=max_tokens,
@@ -127,7 +143,8 @@ class Engine:
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        return self._replier.stream(self._prompts.encode(prompt, raw), settings, self._decoder.new_cache())
+        tokens = self._prompts.encode(prompt, raw)
+        return self._replier.stream(tokens, settings, self._decoder.new_cache(), self._balance.lease())
 
     def generate(self, prompt: Prompt, *, raw: bool = False, **options: Unpack[ReplyOptions]) -> str:
         """The whole reply as text; takes what `stream` takes."""
@@ -136,14 +153,27 @@ class Engine:
     def session(self, system: str | None = None) -> Session:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
         self._decoder.new_cache()  # raises if the engine is closed
-        return Session(self._replier, self._prompts, system)
+        return Session(self._replier, self._prompts, self._balance.lease(), system)
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes.
 
         For checks: while they are put together they are in memory twice.
         """
-        return self._decoder.logits(self._prompts.check(tokens, reply=0), self._decoder.new_cache())
+        tokens = self._prompts.check(tokens, reply=0)
+        cache, lease = self._decoder.new_cache(), self._balance.lease()
+        lease.begin(len(tokens))
+        return self._decoder.logits(tokens, cache)
+
+    def resize(self, experts: int | float | str) -> None:
+        """Change how much of the routed experts is kept in memory, also while replies are being streamed.
+
+        `experts`: as for `load`. No token changes. What shrinks gives its memory back to the system; what grows to
+        all of a layer's experts reads them now. Waits for the step under way. Raises MemoryBudgetError, and then
+        nothing has changed, and CheckpointReadError.
+        """
+        _ = self._decoder.model  # raises if the engine is closed
+        self._balance.resize(experts)
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""
@@ -157,21 +187,24 @@ class Engine:
                     **asdict(self._experts.counters[layer.path]),
                 )
                 for layer in self._experts.layers
-            )
+            ),
+            self._balance.guard.events,
         )
 
     def memory(self) -> MemoryUse:
-        """The plan beside what is in use now."""
+        """The plan beside what is so now."""
+        reading = self._balance.reading()
         return MemoryUse(
             plan=self.plan,
-            active_bytes=mx.get_active_memory(),
-            pool_bytes=mx.get_cache_memory(),
-            peak_bytes=mx.get_peak_memory(),
-            usable_bytes=usable_bytes(),
+            bank_bytes=self._experts.nbytes,
+            kv_bytes=self._balance.leased_bytes,
+            reading=reading,
+            usable_bytes=usable_bytes(reading),
         )
 
     def close(self) -> None:
         """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
+        self._balance.close()
         self._decoder.close()
         self._experts.close()
         mx.clear_cache()

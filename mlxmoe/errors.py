@@ -8,6 +8,7 @@
     │       └── CheckpointReadError     a read failed, or a file changed, while running
     ├── DownloadError               the hub is out of reach, or the disk too small
     ├── MemoryBudgetError           experts, context and memory do not fit together
+    ├── MemoryPressureError         the machine is short of memory right now
     ├── RequestError                what was asked of a loaded model makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
     │   └── SamplingError             a sampling value outside its range
@@ -55,6 +56,10 @@ class DownloadError(MlxMoeError):
 
 class MemoryBudgetError(MlxMoeError):
     """The asked experts, context and memory do not fit together."""
+
+
+class MemoryPressureError(MlxMoeError):
+    """The machine is so short of memory that nothing new is begun; it may pass."""
 
 
 class RequestError(MlxMoeError):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mlxmoe.experts.checkpoint import ExpertReader
 from mlxmoe.experts.layer import LINEAR_TYPES
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
-from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
+from mlxmoe.memory.plan import KVBytes, MoeLayer, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import open_folder
 
@@ -38,7 +39,11 @@ POOL_BYTES = 64 * 2**20  # buffers that MLX keeps for reuse, and small change
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer."""
+    """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
+
+    `plan`: how the memory is divided; `replan(experts)`: how it would be with another expert budget and the same
+    context. `kv`: what a KV cache takes.
+    """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -46,6 +51,8 @@ class LoadedModel:
     path: Path
     vocab_size: int
     plan: Plan
+    replan: Callable[[int | float | str], Plan]
+    kv: KVBytes
     experts: ExpertCache
 
 
@@ -64,16 +71,16 @@ def load_folder(
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
-    plan = make_plan(
+    planned = partial(
+        make_plan,
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
         prefill_bytes=_prefill_bytes(opened.modules, opened.layers),
-        context=_asked_context(path, opened.model_context, context),
         model_context=opened.model_context,
-        experts=experts,
         memory_bytes=memory_bytes,
     )
+    plan = planned(experts=experts, context=_asked_context(path, opened.model_context, context))
     if context is None and plan.context != plan.model_context:
         logger.warning(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
@@ -99,6 +106,8 @@ def load_folder(
         path=path,
         vocab_size=opened.vocab_size,
         plan=plan,
+        replan=lambda experts: planned(experts=experts, context=plan.context),
+        kv=opened.kv,
         experts=cache,
     )
 

@@ -13,13 +13,14 @@ from typing import Any, Literal, TypedDict
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache, Decoder
-from mlxmoe.errors import SamplingError
+from mlxmoe.errors import MemoryPressureError, SamplingError
 from mlxmoe.sampling import Sampler, SamplingSettings
 from mlxmoe.stats import hit_rate
 from mlxmoe.text import TextStream, check_stop
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Chunk:
 
     `text`: text that can be shown now; empty while a character or a stop string may go on. `token`: its id.
     `logprob`: its log-probability before temperature and filters. `finish_reason`: None but for the last chunk:
-    "stop" (end of text, or a stop string) or "length" (max_tokens, or the context is full).
+    "stop" (end of text, or a stop string), "length" (max_tokens, or the context is full) or "memory" (the machine ran
+    short of it; where that was before the first token, the only chunk has no text and `token` is -1).
     `prompt_tokens`, `generated_tokens`: tokens in the prompt, and so far in the reply. `ttft_s`: seconds to the first
     token. `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
     experts asked for since this reply began that were in a slot; 1 where all are resident. `peak_memory_bytes`: the
@@ -103,27 +105,38 @@ class Replier:
         tokens: Sequence[int],
         settings: ReplySettings,
         cache: Cache,
+        lease: Lease,
         seen: int = 0,
         heard: Callable[[int, str], None] = lambda token, text: None,
     ) -> Iterator[Chunk]:
         """The reply to `tokens`, of which `cache` has seen the first `seen`. Modifies `cache`.
 
-        `heard(token, text)` is told each token before its chunk is handed out.
+        `lease`: of the cache. `heard(token, text)` is told each token before its chunk is handed out.
         """
         text = TextStream(self._tokenizer, tokens, settings.stop)
         room = settings.max_tokens
         if self._context is not None:
             room = min(room, self._context - len(tokens))
+        lease.begin(len(tokens) + room)
         meter = _Meter(self._lookups, len(tokens), len(tokens) - seen)
         sampler = Sampler(settings.sampling)
-        for sampled in self.decoder.generate(tokens[seen:], cache, sampler, before=tokens[:seen]):
+        try:
+            self.decoder.prefill(tokens[seen:-1], cache)
+        except MemoryPressureError:
+            yield Chunk("", -1, 0.0, "memory", **meter.reading())
+            return
+        for sampled in self.decoder.generate(tokens, cache, sampler):
             meter.count()
             ended = self.ends_text(sampled.token)
             shown = "" if ended else text.add(sampled.token)
-            full = meter.generated == room
-            if ended or text.stopped or full:
+            full, short = meter.generated == room, self.decoder.must_finish
+            if ended or text.stopped or full or short:
                 shown += text.finish()  # the rest that was held back may itself complete a stop string
-            reason: FinishReason | None = "stop" if ended or text.stopped else "length" if full else None
+            reason: FinishReason | None = None
+            if ended or text.stopped:
+                reason = "stop"
+            elif full or short:
+                reason = "length" if full else "memory"
             heard(sampled.token, shown)
             yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
             if reason is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache
 from mlxmoe.errors import PromptError, RequestError
 from mlxmoe.prompts import PromptEncoder
@@ -28,13 +29,14 @@ class Session:
     one that streamed nothing leaves no trace.
     """
 
-    def __init__(self, replier: Replier, prompts: PromptEncoder, system: str | None) -> None:
+    def __init__(self, replier: Replier, prompts: PromptEncoder, lease: Lease, system: str | None) -> None:
         if system is not None and not prompts.has_chat_template:
             raise PromptError("This model has no chat template, so it takes no system message.")
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._replier = replier
         self._prompts = prompts
         self._text: list[int] = []  # the whole text's tokens, where there is no chat template
+        self._lease = lease
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens the cache has seen
         self._turn_lock = threading.Lock()
@@ -78,12 +80,13 @@ class Session:
                 raise RequestError("The conversation has gone on since this turn was made. Call stream() again.")
             cache, seen = self._take_cache(tokens)
             try:
-                yield from self._replier.stream(tokens, settings, cache, seen, heard)
+                yield from self._replier.stream(tokens, settings, cache, self._lease, seen, heard)
             except GeneratorExit:  # left between two passes: the cache is whole
                 self._keep_cache(cache, tokens, said)
                 raise
             self._keep_cache(cache, tokens, said)
         finally:
+            self._lease.keep(len(self._cached) if self._cache is not None else 0)
             if said:
                 self.messages.append({"role": "user", "content": prompt})
                 self.messages.append({"role": "assistant", "content": "".join(reply)})

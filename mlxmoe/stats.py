@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
+from mlxmoe.memory.reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,10 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """All MoE layers, and their sums."""
+    """All MoE layers, and their sums. `memory_events`: what the memory guard did lately, the oldest first."""
 
     layers: tuple[LayerStats, ...]
+    memory_events: tuple[MemoryEvent, ...] = ()
 
     @property
     def hits(self) -> int:
@@ -53,26 +56,27 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {name: getattr(self, name) for name in ("hits", "misses", "evictions", "bytes_read", "hit_rate")}
-        return {**sums, "layers": [asdict(layer) for layer in self.layers]}
+        events = [event.as_dict() for event in self.memory_events]
+        return {**sums, "layers": [asdict(layer) for layer in self.layers], "memory_events": events}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The plan beside what is in use, in bytes.
+    """The plan beside what is so now, in bytes.
 
-    `active_bytes`: arrays that MLX holds in this process; `pool_bytes`: freed buffers it keeps for reuse;
-    `peak_bytes`: the most that was active since the process began. `usable_bytes`: what the machine could give
-    another engine now.
+    `bank_bytes`: of the experts' slots, which requests and the guard may have made fewer than planned. `kv_bytes`:
+    what the caches of requests under way and of sessions may grow to; where that is more than planned, the experts
+    gave it. `reading`: what the machine says. `usable_bytes`: what it could give another engine now.
     """
 
     plan: Plan
-    active_bytes: int
-    pool_bytes: int
-    peak_bytes: int
+    bank_bytes: int
+    kv_bytes: int
+    reading: Reading
     usable_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "plan": self.plan.as_dict()}
+        return {**asdict(self), "plan": self.plan.as_dict(), "reading": self.reading.as_dict()}
 
 
 def hit_rate(hits: int, misses: int) -> float:

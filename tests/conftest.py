@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ def run_tool(name: str, *arguments: str) -> None:
     subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, capture_output=True)
 
 
-def watch_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each forward pass that the engine makes from here on."""
-    watched = Watched(engine.model)
+def watch_passes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, at_each: Callable[[], object] = lambda: None
+) -> list[int]:
+    """The number of tokens of each forward pass that the engine makes from here on; `at_each` is called in each."""
+    watched = Watched(engine.model, at_each)
     monkeypatch.setattr(engine._decoder, "_model", watched)
     return watched.passes
 
@@ -67,12 +69,14 @@ def watch_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Watched:
     """A model that notes how many tokens each call has."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, at_each: Callable[[], object]) -> None:
         self._model = model
+        self._at_each = at_each
         self.passes: list[int] = []
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         self.passes.append(tokens.shape[1])
+        self._at_each()
         return self._model(tokens, cache=cache)
 
     def __getattr__(self, name: str) -> Any:

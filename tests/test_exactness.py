@@ -284,12 +284,12 @@ def test_a_failed_read_is_an_error_and_the_next_request_is_exact(
 
     session = engine.session()
     for prompt in PROMPTS:
-        engine._reader._preadv = failing
+        engine._experts._reader._preadv = failing
         with pytest.raises(CheckpointReadError, match="Input/output error"):
             tokens_of(engine, prompt, 200)
         with pytest.raises(CheckpointReadError):
             session.generate(prompt, max_tokens=30)
-        engine._reader._preadv = os.preadv
+        engine._experts._reader._preadv = os.preadv
         assert tokens_of(engine, prompt) == expected[prompt]
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     ["verify", "engine"],
     ["session"],
     ["reply", "loading"],
-    ["decode", "hub", "stats", "text", "prompts", "opening"],
+    ["balance", "decode", "hub", "stats", "text", "prompts", "opening"],
     ["sampling", "registry", "experts"],
     ["memory"],
     ["errors"],

@@ -19,6 +19,7 @@ from mlxmoe import (
     DownloadError,
     Engine,
     MemoryBudgetError,
+    MemoryPressureError,
     MlxMoeError,
     ModelError,
     RequestError,
@@ -33,6 +34,7 @@ EXIT_CODES: dict[type[MlxMoeError], int] = {
     ModelError: 3,
     DownloadError: 4,
     MemoryBudgetError: 5,
+    MemoryPressureError: 5,
     MlxMoeError: 1,
 }
 INTERNAL_ERROR = 70
@@ -170,6 +172,8 @@ def summarize(last: Chunk) -> str:
     ]
     if last.finish_reason == "length":
         parts.append("stopped at its length limit")
+    if last.finish_reason == "memory":
+        parts.append("ended early because the machine ran short of memory")
     return ", ".join(parts)
 
 

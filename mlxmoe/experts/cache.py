@@ -113,6 +113,17 @@ class ExpertCache:
             nbytes -= layer.expert_bytes
         return slots
 
+    def grown(self, target: Mapping[str, int], nbytes: int) -> dict[str, int]:
+        """Slots of each layer with at most `nbytes` more, never above `target`; the layer that lacks most first."""
+        slots = self.slots
+        while True:
+            lacking = [m for m in self.layers if slots[m.path] < target[m.path] and m.expert_bytes <= nbytes]
+            if not lacking:
+                return slots
+            layer = min(lacking, key=lambda layer: slots[layer.path] / target[layer.path])
+            slots[layer.path] += 1
+            nbytes -= layer.expert_bytes
+
     def close(self) -> None:
         """Let go of the model, end the reader's threads, close the files. May be called twice."""
         with self.passes.one():

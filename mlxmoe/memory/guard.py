@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from mlxmoe.memory.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
-Action = Literal["pressure", "shrink", "restrict", "finish", "grow", "settled"]
+Action = Literal["pressure", "shrink", "restrict", "finish", "grow", "settled", "admit", "resize"]
 
 EVENTS_KEPT = 100
 STEPS_KEPT = 64
@@ -36,7 +37,8 @@ class MemoryEvent:
 
     `pressure`: as the operating system said it then. `action`: "pressure" (it changed), "shrink" and "grow" (`nbytes`
     given back or taken), "restrict" (smaller prefill chunks, no new requests), "finish" (replies are ended),
-    "settled" (growing again made nothing faster, so it stops). `time_s`: of the guard's clock, `time.monotonic`.
+    "settled" (growing again made nothing faster, so it stops), "admit" (a request took `nbytes` from the experts),
+    "resize" (by the caller). `time_s`: of the guard's clock, `time.monotonic`.
     """
 
     time_s: float
@@ -260,3 +262,35 @@ class Guard:
         self._steps.clear()
         self._step_before_growth = None
         self._settled = False
+
+
+class Watch:
+    """Has a guard check while nothing runs: a model that waits for its user must give back memory too.
+
+    Ends with `close()`, or when the guard is no longer used by anyone else.
+    """
+
+    def __init__(self, guard: Guard, period_s: float = 1.0) -> None:
+        self._stop = stop = threading.Event()
+        watched = weakref.ref(guard, lambda _: stop.set())
+        self._thread = threading.Thread(
+            target=_watch, args=(watched, stop, period_s), name="mlxmoe-guard", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, waiting for a check under way. May be called twice, and by the guard's own callback."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _watch(guard: weakref.ref[Guard], stop: threading.Event, period_s: float) -> None:
+    while not stop.wait(period_s):
+        if (watched := guard()) is None:
+            return
+        try:
+            watched.check()
+        except Exception:  # a failed read while growing: the next request meets it too, and says so to its caller
+            logger.exception("Watching the memory failed this time.")
+        del watched

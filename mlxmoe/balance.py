@@ -1,0 +1,227 @@
+"""The line between experts and KV while a model runs: room for requests, live resizing, giving back under pressure.
+
+The plan draws the line at load. Here it moves: requests that need more KV than planned take it from expert slots, the
+guard gives slots back when the machine is short of memory, and both are undone when they can be. No token changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, MemoryPressureError, UnsupportedModelError
+from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
+from mlxmoe.memory.plan import KVBytes, Plan, divide_slots
+from mlxmoe.memory.reading import MemoryReader, Reading
+from mlxmoe.memory.sizes import format_bytes
+
+STEP_SHARE = 1 / 8  # of the planned slots that the guard moves at a time
+CHUNK_TOKENS_UNDER_PRESSURE = 256
+
+logger = logging.getLogger(__name__)
+
+
+class Lease:
+    """What one cache may grow to. It counts as long as it lives and holds something."""
+
+    def __init__(self, balance: Balance) -> None:
+        self.nbytes = 0
+        self._balance = balance
+
+    def begin(self, tokens: int) -> None:
+        """Hold room for a request with `tokens` in all, taken from expert slots where it has to be.
+
+        Raises MemoryBudgetError where it cannot be had, MemoryPressureError while nothing new may begin.
+        """
+        self._balance.admit(self, tokens)
+
+    def keep(self, tokens: int) -> None:
+        """Hold no more than a cache of `tokens` takes; none of it for 0. Nothing moves at once."""
+        self.nbytes = min(self.nbytes, self._balance.kv.of(tokens) if tokens else 0)
+
+
+class Room:
+    """The budget at work: what the banks may hold beside the caches of requests. Any thread may call.
+
+    `replan(experts)`: the plan for another expert budget, all else as it was.
+    """
+
+    def __init__(self, experts: ExpertCache, plan: Plan, replan: Callable[[int | float | str], Plan], kv: KVBytes):
+        self.plan = plan
+        self.kv = kv
+        self._experts = experts
+        self._replan = replan
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._shrinks = True  # until it turns out that the experts cannot be read in place
+
+    @property
+    def leased_bytes(self) -> int:
+        """KV of all requests under way and sessions: what their caches may grow to."""
+        with self._lock:
+            return sum(lease.nbytes for lease in self._leases)
+
+    def hold(self, lease: Lease, tokens: int) -> int:
+        """Let `lease` hold a cache of `tokens`; returns the bytes that expert slots gave for it.
+
+        Raises MemoryBudgetError, and then nothing has changed.
+        """
+        nbytes = self.kv.of(tokens)
+        with self._lock:
+            others = [other.nbytes for other in self._leases if other is not lease and other.nbytes]
+            banks = self._bank_bytes_beside(sum(others) + nbytes)
+            given = self._shrink(self._experts.nbytes - banks) if banks >= self._floor_bytes else 0
+            if self._experts.nbytes > banks:
+                raise MemoryBudgetError(self._no_room(tokens, nbytes, others))
+            self._leases.add(lease)
+            lease.nbytes = nbytes
+            return given
+
+    def resize(self, experts: int | float | str) -> None:
+        """Plan anew with `experts`, and have its slots now. Raises what the plan and the banks raise."""
+        with self._lock:
+            plan = self._replan(experts)
+            room = max(self._floor_bytes, self._bank_bytes_beside(self.leased_bytes))
+            layers = self._experts.layers
+            self._experts.resize(plan.slots if plan.bank_bytes <= room else divide_slots(room, layers))
+            self.plan = plan
+
+    def shrink_step(self) -> int:
+        """Give back an eighth of the planned slots; returns the bytes."""
+        return self._shrink(self._step_bytes)
+
+    def shrink_all(self) -> int:
+        """Give back all but what one token needs; returns the bytes."""
+        return self._shrink(self._experts.nbytes)
+
+    def grow(self, most_bytes: int) -> int:
+        """Take a step towards the planned slots, within `most_bytes` and what requests leave; returns the bytes."""
+        with self._lock:
+            now = self._experts.nbytes
+            room = min(most_bytes, self._step_bytes, self._bank_bytes_beside(self.leased_bytes) - now)
+            try:
+                if room > 0:
+                    self._experts.resize(self._experts.grown(self.plan.slots, room))
+            except CheckpointReadError:  # whoever needs those experts meets it too, and is told
+                logger.exception("A layer could not be filled with its experts.")
+            return self._experts.nbytes - now
+
+    @property
+    def _step_bytes(self) -> int:
+        largest = max((layer.expert_bytes for layer in self._experts.layers), default=0)
+        return max(largest, int(self.plan.bank_bytes * STEP_SHARE))
+
+    @property
+    def _floor_bytes(self) -> int:
+        return sum(layer.floor_bytes for layer in self._experts.layers)
+
+    def _bank_bytes_beside(self, leased_bytes: int) -> int:
+        plan = self.plan
+        return plan.memory_bytes - plan.trunk_bytes - plan.prefill_bytes - max(plan.kv_bytes, leased_bytes)
+
+    def _shrink(self, nbytes: int) -> int:
+        with self._lock:
+            before = self._experts.nbytes
+            slots = self._experts.shrunk(nbytes) if self._shrinks and nbytes > 0 else self._experts.slots
+            try:
+                if slots != self._experts.slots:
+                    self._experts.resize(slots)
+            except UnsupportedModelError as error:
+                self._shrinks = False
+                logger.warning("The experts stay in memory whatever happens: %s", error)
+            return before - self._experts.nbytes
+
+    def _no_room(self, tokens: int, nbytes: int, others: Sequence[int]) -> str:
+        plan, least = self.plan, self._floor_bytes if self._shrinks else self._experts.nbytes
+        room = max(0, plan.memory_bytes - plan.trunk_bytes - plan.prefill_bytes - least - sum(others))
+        beside = f" and {format_bytes(sum(others))} for {len(others)} other requests or sessions" if others else ""
+        return (
+            f"A KV cache for {tokens} tokens takes {format_bytes(nbytes)}, but the memory budget of "
+            f"{format_bytes(plan.memory_bytes)} has {format_bytes(room)} for it, beside "
+            f"{format_bytes(plan.trunk_bytes)} trunk, {format_bytes(plan.prefill_bytes)} for prefill, "
+            f"{format_bytes(least)} for the experts that must stay{beside}. At most {self.kv.tokens_in(room)} "
+            f"tokens, prompt and reply, fit now: ask for fewer, close other sessions, or raise memory=."
+        )
+
+
+class Balance:
+    """Room and guard together: what the token loop, the requests and the engine ask of them."""
+
+    def __init__(
+        self, room: Room, *, reader: MemoryReader | None = None, on_event: Callable[[MemoryEvent], None] | None = None
+    ) -> None:
+        self._room = room
+        self._reports = MemoryReader()  # its own: each reader compares with its last reading
+        cache = Reclaim("the expert cache", room.shrink_step, room.shrink_all)
+        self.guard = Guard((reader or MemoryReader()).read, mx.clear_cache, [cache], room.grow, on_event=on_event)
+        self._watch = Watch(self.guard)
+
+    @property
+    def plan(self) -> Plan:
+        """How the memory is to be divided; the guard and requests may have moved the line since."""
+        return self._room.plan
+
+    @property
+    def kv(self) -> KVBytes:
+        return self._room.kv
+
+    @property
+    def leased_bytes(self) -> int:
+        return self._room.leased_bytes
+
+    def reading(self) -> Reading:
+        """What the machine says now."""
+        return self._reports.read()
+
+    def lease(self) -> Lease:
+        """For one cache, which holds nothing yet."""
+        return Lease(self)
+
+    def admit(self, lease: Lease, tokens: int) -> None:
+        """Lease.begin's work."""
+        self.guard.check()
+        if self.guard.restricts:
+            raise MemoryPressureError(
+                "The machine is critically short of memory, so nothing new is begun; the expert cache has given back "
+                "what it could. Close other programs or wait a little, and ask again."
+            )
+        if given := self._room.hold(lease, tokens):
+            self.guard.resized()
+            text = f"A request with {tokens} tokens of context took {format_bytes(given)} from the expert cache."
+            self.guard.tell("admit", given, text)
+
+    def resize(self, experts: int | float | str) -> None:
+        """Engine.resize's work."""
+        before = self._room.plan.bank_bytes
+        self._room.resize(experts)
+        self.guard.resized()
+        after = self._room.plan.bank_bytes
+        text = f"The expert cache was resized from {format_bytes(before)} to {format_bytes(after)}."
+        self.guard.tell("resize", after - before, text)
+
+    def before_pass(self) -> None:
+        """Between two passes: read the pressure, if it is time to, and act on it."""
+        self.guard.check()
+
+    def after_step(self, seconds: float) -> None:
+        """A decode step took `seconds`."""
+        self.guard.note_step(seconds)
+
+    @property
+    def must_finish(self) -> bool:
+        """Whether replies have to end because memory is short and nothing is left to give."""
+        return self.guard.must_finish
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The most tokens of a prefill chunk now; None where nothing bounds it."""
+        return CHUNK_TOKENS_UNDER_PRESSURE if self.guard.restricts else None
+
+    def close(self) -> None:
+        """End the watching thread. May be called twice."""
+        self._watch.close()

@@ -1,0 +1,372 @@
+"""The line between experts and KV while a model runs: resizing, admission, pressure. No token ever changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import watch_passes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import QWEN3_MOE, make_tiny
+
+from mlxmoe import (
+    CheckpointReadError,
+    Engine,
+    EngineClosedError,
+    MemoryBudgetError,
+    MemoryEvent,
+    MemoryPressureError,
+    Reading,
+    RequestError,
+    load,
+)
+from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.memory.guard import GuardTimes
+from mlxmoe.memory.reading import MemoryReader, Pressure
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 12]
+REPLY = 24
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[list[tuple[int, float]]]:
+    """Token and log-probability of each step, with all experts in memory."""
+    with load(tiny, experts="all") as engine:
+        return [said(engine.stream(prompt, max_tokens=REPLY)) for prompt in PROMPTS]
+
+
+def said(chunks: Iterator[Any]) -> list[tuple[int, float]]:
+    return [(chunk.token, chunk.logprob) for chunk in chunks]
+
+
+SESSION_PROMPT = "In the beginning"
+
+
+def test_streams_are_bit_identical_through_500_resizes(tiny: Path, expected: list[list[tuple[int, float]]]) -> None:
+    """Several streams and a session by turns, a resize before most of their steps."""
+    with load(tiny, experts="all") as whole:
+        answers = [*expected, said(whole.session().stream(SESSION_PROMPT, max_tokens=REPLY))]
+    resizes = 0
+    with load(tiny, experts="50%") as engine:
+        total, floor = engine.plan.expert_bytes, sum(layer.floor_bytes for layer in engine._experts.layers)
+
+        @settings(max_examples=26)
+        @given(
+            turns=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(floor, total)), min_size=20),
+            sizes=st.lists(st.sampled_from([floor, total // 3, total]), min_size=3),
+        )
+        def resize_while_streaming(turns: list[tuple[int, int | None]], sizes: list[int]) -> None:
+            nonlocal resizes
+            streams = [engine.stream(prompt, max_tokens=REPLY) for prompt in PROMPTS]
+            streams.append(engine.session().stream(SESSION_PROMPT, max_tokens=REPLY))
+            heard: list[list[tuple[int, float]]] = [[] for _ in streams]
+            for position, (turn, size) in enumerate(turns):
+                if (chunk := next(streams[turn], None)) is not None:
+                    heard[turn].append((chunk.token, chunk.logprob))
+                size = sizes[position % len(sizes)] if size is None else size
+                engine.resize(size)
+                resizes += 1
+                assert engine.plan.bank_bytes <= size
+                assert engine.memory().bank_bytes == engine.plan.bank_bytes, "used_bytes <= budget_bytes"
+            for number, stream in enumerate(streams):
+                if heard[number]:  # one that was never begun says nothing new
+                    heard[number] += said(stream)
+                    assert heard[number] == answers[number]
+
+        resize_while_streaming()
+    assert resizes >= 500
+
+
+def test_a_resize_says_what_it_did_and_what_it_cannot(tiny: Path) -> None:
+    with load(tiny, experts="50%") as engine:
+        engine.resize("25%")
+        assert engine.plan.bank_bytes == engine.plan.expert_bytes // 4
+        assert all(layer.slots == 2 for layer in engine.stats().layers)
+        event = engine.stats().memory_events[-1]
+        assert (event.action, event.nbytes) == ("resize", -engine.plan.expert_bytes // 4)
+        for wrong in ("10%", "none", 0, 1.5):
+            with pytest.raises(MemoryBudgetError):
+                engine.resize(wrong)
+        assert engine.memory().bank_bytes == engine.plan.bank_bytes == engine.plan.expert_bytes // 4
+    with pytest.raises(EngineClosedError):
+        engine.resize("50%")
+
+
+def test_a_resize_beyond_the_memory_budget_is_refused(tiny: Path) -> None:
+    with load(tiny, experts="50%") as engine:
+        plan = engine.plan
+    with load(tiny, memory=plan.total_bytes, context=512, experts="50%") as engine:
+        with pytest.raises(MemoryBudgetError, match="need"):
+            engine.resize("all")
+        assert engine.plan.bank_bytes == plan.bank_bytes
+        engine.resize("auto")
+        assert engine.plan.total_bytes <= plan.total_bytes
+
+
+def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
+    with load(tiny, experts="50%") as engine:
+        reader, heard = engine._experts._reader, []
+        preadv = reader._preadv
+
+        def reading(*args: Any) -> int:
+            try:
+                engine.resize("25%")
+            except RequestError as error:
+                heard.append(error)
+            return preadv(*args)
+
+        reader._preadv = reading
+        assert engine.generate([5, 6, 7], max_tokens=3)
+        assert heard
+
+
+def test_threads_may_resize_while_others_stream(tiny: Path, expected: list[list[tuple[int, float]]]) -> None:
+    with load(tiny, experts="50%") as engine:
+        stop = threading.Event()
+        failed: list[BaseException] = []
+
+        def resizing() -> None:
+            sizes = iter(range(10**9))
+            try:
+                while not stop.is_set():
+                    engine.resize(("25%", "all", "60%")[next(sizes) % 3])
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=resizing)
+        thread.start()
+        try:
+            for prompt, answer in zip(PROMPTS, expected, strict=True):
+                assert said(engine.stream(prompt, max_tokens=REPLY)) == answer
+        finally:
+            stop.set()
+            thread.join()
+        assert not failed
+
+
+# Admission.
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts take as much as a KV cache of a thousand tokens."""
+    config = {**QWEN3_MOE, "num_experts": 32, "max_position_embeddings": 4096}
+    return make_tiny(tmp_path_factory.mktemp("roomy") / "roomy", config)
+
+
+@contextmanager
+def tight(folder: Path, spare: int = 0, context: int = 512) -> Iterator[Engine]:
+    """An engine whose memory is its plan with all experts and a context of `context`, and `spare` bytes more."""
+    with load(folder, experts="all", context=context) as engine:
+        memory = engine.plan.total_bytes
+    with load(folder, memory=memory + spare, context=context) as engine:
+        assert engine.plan.bank_bytes == engine.plan.expert_bytes
+        yield engine
+
+
+def test_requests_beside_each_other_take_room_from_the_experts_and_give_it_back(roomy: Path) -> None:
+    with tight(roomy) as engine:
+        alone = said(engine.stream(PROMPTS[0], max_tokens=4))
+        before = engine.memory()
+        assert before.bank_bytes == engine.plan.expert_bytes
+        one = engine.stream(PROMPTS[0], max_tokens=400)
+        two = engine.stream(PROMPTS[0], max_tokens=200)
+        first = [next(one)]
+        assert engine.memory().bank_bytes == engine.plan.expert_bytes, "what was planned for"
+        second = [next(two)]
+        memory = engine.memory()
+        assert memory.kv_bytes == engine._balance.kv.of(403) + engine._balance.kv.of(203)
+        plan = engine.plan
+        fixed = plan.trunk_bytes + plan.prefill_bytes
+        assert memory.bank_bytes + memory.kv_bytes + fixed <= plan.memory_bytes
+        assert memory.bank_bytes < plan.expert_bytes
+        event = engine.stats().memory_events[-1]
+        assert (event.action, event.nbytes) == ("admit", plan.expert_bytes - memory.bank_bytes)
+        for _ in range(3):
+            first.append(next(one))
+            second.append(next(two))
+        assert said(iter(first)) == said(iter(second)) == alone
+        one.close()  # type: ignore[attr-defined]
+        two.close()  # type: ignore[attr-defined]
+        assert engine.memory().kv_bytes == 0
+        engine._balance.guard._next_check = 0.0
+        assert said(engine.stream(PROMPTS[0], max_tokens=4)) == alone
+        assert engine.memory().bank_bytes == plan.expert_bytes, "it has grown back"
+
+
+def test_a_request_that_cannot_fit_is_refused_with_what_fits(roomy: Path) -> None:
+    with tight(roomy) as engine:
+        held = [engine.stream(PROMPTS[0], max_tokens=500)]
+        next(held[0])
+        with pytest.raises(MemoryBudgetError, match=r"At most (\d+) tokens, prompt and reply, fit now") as caught:
+            held.extend(begun(engine.stream(PROMPTS[0], max_tokens=500)) for _ in range(20))
+        assert "other requests or sessions" in str(caught.value)
+        assert next(held[0]).generated_tokens == 2, "those under way go on"
+        held[0].close()  # type: ignore[attr-defined]
+        assert len(list(engine.stream(PROMPTS[0], max_tokens=5))) == 5
+
+
+def begun(stream: Iterator[Any]) -> Iterator[Any]:
+    next(stream)
+    return stream
+
+
+def test_sessions_hold_what_their_cache_takes_until_they_are_forgotten(roomy: Path) -> None:
+    with tight(roomy) as engine:
+        kv = engine._balance.kv
+        session = engine.session()
+        chunks = list(session.stream("In the beginning", max_tokens=300))
+        seen = chunks[-1].prompt_tokens + chunks[-1].generated_tokens - 1
+        assert engine.memory().kv_bytes == kv.of(seen)
+        for chunk in session.stream(" And", max_tokens=10):
+            assert engine.memory().kv_bytes >= kv.of(seen)
+            del chunk
+            break
+        del session
+        assert engine.memory().kv_bytes == 0
+
+
+# Pressure.
+
+
+class ScriptedReader(MemoryReader):
+    """The machine's reading, with a pressure that the test sets."""
+
+    pressure: Pressure = "normal"
+
+    def read(self) -> Reading:
+        return replace(super().read(), pressure=self.pressure, available_bytes=2**40, total_bytes=2**41)
+
+
+FAST = GuardTimes(check_s=0.0, settle_s=0.0, fall_s=0.0, calm_s=0.0, finish_s=0.0)
+
+
+@contextmanager
+def pressed(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[Engine, ScriptedReader]]:
+    """An engine that believes it is on a machine under scripted pressure, and reacts at once."""
+    reader = ScriptedReader()
+    monkeypatch.setattr("mlxmoe.balance.MemoryReader", lambda: reader)
+    monkeypatch.setattr("mlxmoe.memory.guard.CHECKS_SHARE", float("inf"))
+    with load(folder, **options) as engine:
+        engine._balance.guard._times = FAST
+        engine._balance.guard._calm_s = engine._balance.guard._next_check = 0.0
+        yield engine, reader
+
+
+def test_pressure_takes_slots_and_calm_gives_them_back_with_the_same_words(
+    tiny: Path, expected: list[list[tuple[int, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[MemoryEvent] = []
+    with pressed(tiny, monkeypatch, experts="all", on_memory=events.append) as (engine, reader):
+        stream, heard, slots = engine.stream(PROMPTS[1], max_tokens=REPLY), [], []
+        script: list[Pressure] = ["normal"] * 4 + ["warning"] * 5 + ["normal"] * 15
+        for pressure, chunk in zip(script, stream, strict=True):
+            heard.append((chunk.token, chunk.logprob))
+            slots.append(sum(layer.slots for layer in engine.stats().layers))
+            reader.pressure = pressure
+        assert heard == expected[1]
+        assert slots[4] == 24
+        assert slots[4:10] == sorted(slots[4:10], reverse=True)
+        assert min(slots) <= 12
+        assert slots[-1] == 24
+        assert {event.action for event in events} == {"pressure", "shrink", "grow"}
+        assert engine.stats().memory_events == tuple(events)
+
+
+def test_critical_pressure_ends_a_reply_with_its_text_and_the_engine_lives(
+    tiny: Path, expected: list[list[tuple[int, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pressed(tiny, monkeypatch, experts="all") as (engine, reader):
+        chunks = []
+        for chunk in engine.stream(PROMPTS[0], max_tokens=REPLY):
+            chunks.append(chunk)
+            if len(chunks) == 5:
+                reader.pressure = "critical"
+        assert chunks[-1].finish_reason == "memory"
+        assert 5 < len(chunks) < REPLY
+        assert said(iter(chunks)) == expected[0][: len(chunks)]
+        assert all(layer.slots == 2 for layer in engine.stats().layers), "the floor: one token's experts"
+        with pytest.raises(MemoryPressureError, match="critically short"):
+            next(engine.stream(PROMPTS[0]))
+        with pytest.raises(MemoryPressureError):
+            engine.session().generate("x")
+        assert engine.memory().kv_bytes == 0
+        reader.pressure = "normal"
+        assert said(engine.stream(PROMPTS[0], max_tokens=REPLY)) == expected[0]
+
+
+def test_a_prompt_under_critical_pressure_goes_in_small_chunks_and_may_end(
+    roomy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [t % 2000 for t in range(1200)]
+    with pressed(roomy, monkeypatch, experts="all", context=2000) as (engine, reader):
+        engine._balance.guard._times = replace(FAST, finish_s=1e9, fall_s=1e9)
+        stream = engine.stream(prompt, max_tokens=3)
+        calls = watch_passes(engine, monkeypatch, lambda: setattr(reader, "pressure", "critical"))
+        engine._decoder.chunk_tokens = 500
+        assert [chunk.finish_reason for chunk in stream] == [None, None, "length"]
+        assert calls == [500, 256, 256, 187, 1, 1, 1]
+        reader.pressure, engine._balance.guard.pressure = "normal", "normal"
+        engine._balance.guard._times = FAST
+        calls.clear()
+        (only,) = engine.stream(prompt, max_tokens=3)
+        assert (only.text, only.token, only.finish_reason, only.generated_tokens) == ("", -1, "memory", 0)
+        assert sum(calls) < 1200
+        assert engine.memory().kv_bytes == 0
+
+
+def test_an_idle_engine_gives_memory_back_too(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = threading.Event()
+    with pressed(tiny, monkeypatch, experts="all", on_memory=lambda event: given.set()) as (engine, reader):
+        reader.pressure = "critical"
+        assert given.wait(10)
+        engine._balance.close()  # waits for the check under way
+        assert all(layer.slots == 2 for layer in engine.stats().layers)
+
+
+def test_experts_that_cannot_be_read_in_place_stay_and_it_is_said_once(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlxmoe import UnsupportedModelError
+
+    def unreadable() -> Any:
+        raise UnsupportedModelError("stored transposed")
+
+    with pressed(tiny, monkeypatch, experts="all") as (engine, reader):
+        engine._experts._locate = unreadable
+        reader.pressure = "warning"
+        engine.generate(PROMPTS[0], max_tokens=5)
+        assert all(layer.slots == 8 for layer in engine.stats().layers)
+        assert caplog.text.count("stay in memory whatever happens: stored transposed") == 1
+        with pytest.raises(UnsupportedModelError):
+            engine.resize("50%")
+
+
+def test_a_layer_that_cannot_be_filled_while_growing_goes_on_streaming(
+    tiny: Path, expected: list[list[tuple[int, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pressed(tiny, monkeypatch, experts="all") as (engine, reader):
+        stream, heard = engine.stream(PROMPTS[1], max_tokens=REPLY), []
+        for pressure, chunk in zip(["warning"] * 4 + ["normal"] * 20, stream, strict=True):
+            heard.append((chunk.token, chunk.logprob))
+            reader.pressure = pressure  # type: ignore[assignment]
+            if pressure == "normal":
+                monkeypatch.setattr(ExpertBank, "fill", broken)
+        assert heard == expected[1]
+        assert engine._experts.streams
+    with load(tiny, experts="25%") as engine:
+        monkeypatch.setattr(ExpertBank, "fill", broken)
+        with pytest.raises(CheckpointReadError):
+            engine.resize("all")
+        monkeypatch.undo()
+        assert said(engine.stream(PROMPTS[2], max_tokens=REPLY)) == expected[2]
+
+
+def broken(bank: ExpertBank) -> None:
+    raise CheckpointReadError("broken")
