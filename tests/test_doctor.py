@@ -121,6 +121,8 @@ def test_little_memory_is_wrong_and_a_limit_is_worth_knowing() -> None:
     assert found(replace(MAC_MINI, reading=eight)) == []
     limited = replace(HEALTHY_READING, limit_bytes=16 * GIB, total_bytes=16 * GIB)
     assert "17.2 GB" in the_one(replace(MAC_MINI, reading=limited), "note").what
+    tight = replace(limited, limit_bytes=GIB, total_bytes=GIB)
+    assert "1.1 GB" in the_one(replace(MAC_MINI, reading=tight), "note").what, "chosen, so not wrong"
     assert found(replace(MAC_MINI, reading=replace(small, total_bytes=0))) == [], "what is not known is not wrong"
 
 

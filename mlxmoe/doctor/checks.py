@@ -15,7 +15,7 @@ from mlxmoe.memory.sizes import format_bytes
 
 LEAST_MEMORY_BYTES = 8 * 10**9
 LEAST_FREE_DISK_BYTES = 5 * 10**9
-SLOW_DISK_BYTES_PER_S = 10**9  # an eighth to a third of what a Mac's own SSD gives
+SLOW_DISK_BYTES_PER_S = 10**9  # below what SSDs on PCI Express give: SATA, USB or worse
 OTHER_FILES = 64  # open beside the model's: libraries, sockets, the terminal
 
 
@@ -74,13 +74,13 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             "Beyond it the kernel ends processes without warning, so it counts as all the memory there is.",
             "Nothing, or raise the container's or the service's memory limit.",
         )
-    if 0 < reading.total_bytes < LEAST_MEMORY_BYTES:
+    elif 0 < reading.total_bytes < LEAST_MEMORY_BYTES:
         yield Finding(
             "wrong",
             f"There are {format_bytes(reading.total_bytes)} of memory in all.",
-            "The system and a model's trunk alone take some 6 GB; little is left for experts, and every miss is a "
-            "read from disk.",
-            "Take a small model, with 2 GB of trunk or less, and close other programs.",
+            "After the system's own and the model's trunk, little is left for experts, and every miss is a read from "
+            "disk.",
+            "Take a small model, and close other programs.",
         )
 
 
