@@ -40,10 +40,17 @@ DISK_MARGIN_BYTES = 2**30  # a disk filled to the brim stops more than this prog
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve(model: str | Path | None, revision: str | None = None, progress: Progress | None = None) -> Path:
+def resolve(
+    model: str | Path | None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    *,
+    download: bool = True,
+) -> Path:
     """The local folder of `model`: None for the built-in demo, a folder's path, or a hub id (downloaded if need be).
 
-    `revision`: a branch, tag or commit, for hub ids only. Raises ModelNotFoundError or DownloadError.
+    `revision`: a branch, tag or commit, for hub ids only. `download=False`: only what is on this machine already.
+    Raises ModelNotFoundError or DownloadError.
     """
     if model is None:
         if revision is not None:
@@ -67,12 +74,29 @@ def resolve(model: str | Path | None, revision: str | None = None, progress: Pro
             f"There is no folder {folder}. Give a model's folder, a hub id (owner/name) such as "
             f"mlx-community/Qwen3-30B-A3B-4bit, or nothing for the built-in demo model."
         )
-    return _download(model, revision, progress)
+    return _download(model, revision, progress) if download else _find_cached(model, revision)
 
 
 def demo_folder() -> Path:
     """The folder of the model that ships with the package."""
     return Path(str(resources.files("mlxmoe") / "demo"))
+
+
+def cache_folder() -> Path:
+    """Where huggingface-hub keeps downloads, or will: then the nearest folder above that is there."""
+    cache = Path(constants.HF_HUB_CACHE)
+    return next(folder for folder in (cache, *cache.parents) if folder.exists())
+
+
+def _find_cached(repo: str, revision: str | None) -> Path:
+    """The folder of an earlier download. Asks no network."""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ModelNotFoundError(
+            f"{repo}{f' at revision {revision}' if revision else ''} was not downloaded to this machine, and nothing "
+            f"is downloaded here. Give a local folder, or load the model once."
+        ) from error
 
 
 def _download(repo: str, revision: str | None, progress: Progress | None) -> Path:
@@ -115,8 +139,7 @@ def _refuse_full_disk(repo: str, revision: str | None) -> None:
     except DryRunError:
         return  # the download itself says what is wrong, or uses what is cached
     wanted = sum(file.file_size or 0 for file in files if file.will_download)
-    cache = Path(constants.HF_HUB_CACHE)
-    present = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    present = cache_folder()
     free = shutil.disk_usage(present).free
     if wanted and wanted + DISK_MARGIN_BYTES > free:
         raise DownloadError(

@@ -15,7 +15,7 @@ FLOORS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["verify", "engine"],
+    ["verify", "engine", "doctor"],
     ["session"],
     ["reply", "loading"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening"],

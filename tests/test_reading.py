@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from mlxmoe.memory import cgroup
 from mlxmoe.memory.cgroup import CgroupMemory, MemoryCgroup, Stalls
+from mlxmoe.memory.macos import MacLibrary, RusageInfoV2
 from mlxmoe.memory.reading import MemoryReader, Pressure, Reading, judge_pressure, usable_bytes
-from mlxmoe.memory.sources import MachineMemory, MlxMemory, RusageInfoV0, Sources, parse_footprint, parse_meminfo
+from mlxmoe.memory.sources import MachineMemory, MlxMemory, Sources, parse_footprint, parse_meminfo
 
 GIB, MIB = 2**30, 2**20
 
@@ -178,40 +179,63 @@ def test_the_gpus_working_set_bounds_what_is_usable() -> None:
 # macOS, through a stand-in for its C library
 
 
-class MacLibrary:
+class FakeLibc:
     """sysctlbyname and proc_pid_rusage as macOS answers them; `error`: what both return."""
 
-    def __init__(self, level: int, footprint: int, error: int = 0) -> None:
-        self.level, self.footprint, self.error = level, footprint, error
+    def __init__(self, level: int = 1, footprint: int = 0, disk_read: int = 0, error: int = 0) -> None:
+        self.values = {
+            b"kern.memorystatus_vm_pressure_level": level.to_bytes(4, "little"),
+            b"hw.memsize": (32 * GIB).to_bytes(8, "little"),
+            b"machdep.cpu.brand_string": b"Apple M4\0",
+        }
+        self.footprint, self.disk_read, self.error = footprint, disk_read, error
 
     def sysctlbyname(self, name: bytes, value: Any, size: Any, new: None, new_size: Any) -> int:
-        assert (name, size._obj.value, new, new_size.value) == (b"kern.memorystatus_vm_pressure_level", 4, None, 0)
-        value._obj.value = self.level
+        assert (new, new_size.value) == (None, 0)
+        if name not in self.values:
+            return -1
+        found = self.values[name]
+        assert len(found) <= size._obj.value
+        ctypes.memmove(value._obj, found, len(found))
+        size._obj.value = len(found)
         return self.error
 
     def proc_pid_rusage(self, pid: int, flavor: int, buffer: Any) -> int:
-        assert (pid, flavor) == (os.getpid(), 0)
-        ctypes.memmove(ctypes.addressof(buffer._obj) + 72, self.footprint.to_bytes(8, "little"), 8)
+        assert (pid, flavor) == (os.getpid(), 2)
+        for offset, number in ((72, self.footprint), (144, self.disk_read)):
+            ctypes.memmove(ctypes.addressof(buffer._obj) + offset, number.to_bytes(8, "little"), 8)
         return self.error
 
 
 def test_macos_answers_through_its_c_library() -> None:
-    sources = Sources("darwin", libc=MacLibrary(level=2, footprint=3 * GIB))
+    sources = Sources("darwin", mac=MacLibrary(FakeLibc(level=2, footprint=3 * GIB)))
     assert (sources.pressure_level(), sources.footprint_bytes()) == (2, 3 * GIB)
     assert (sources.stalls(), sources.cgroup()) == (None, None)
     assert sources.machine() is not None
     assert MemoryReader(sources).read().pressure == "warning"
 
 
+def test_kernel_values_are_of_three_kinds() -> None:
+    mac = MacLibrary(FakeLibc(level=4, disk_read=7))
+    assert mac.number("kern.memorystatus_vm_pressure_level") == 4
+    assert mac.number("hw.memsize") == 32 * GIB
+    assert mac.text("machdep.cpu.brand_string") == "Apple M4"
+    assert (mac.number("no.such.value"), mac.text("no.such.value")) == (None, None)
+    usage = mac.usage()
+    assert usage is not None
+    assert usage.ri_diskio_bytesread == 7
+
+
 def test_what_macos_refuses_is_none() -> None:
-    for library in (MacLibrary(1, 1, error=-1), object()):
-        sources = Sources("darwin", libc=library)
+    for library in (FakeLibc(error=-1), object()):
+        sources = Sources("darwin", mac=MacLibrary(library))
         assert (sources.pressure_level(), sources.footprint_bytes()) == (None, None)
 
 
 def test_the_struct_is_laid_out_as_the_header_says() -> None:
-    assert ctypes.sizeof(RusageInfoV0) == 96
-    assert RusageInfoV0.ri_phys_footprint.offset == 72
+    assert ctypes.sizeof(RusageInfoV2) == 160
+    assert RusageInfoV2.ri_phys_footprint.offset == 72
+    assert RusageInfoV2.ri_diskio_bytesread.offset == 144
 
 
 # Linux, through a tree of files
@@ -431,6 +455,7 @@ CHILD = """
 import json, os
 open(os.environ["GROUP"] + "/cgroup.procs", "w").write(str(os.getpid()))
 import mlx.core as mx
+from mlxmoe.memory.macos import MacLibrary, RusageInfoV2
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 reader = MemoryReader()
 readings = [reader.read()]

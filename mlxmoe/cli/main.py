@@ -12,6 +12,7 @@ import typer
 
 import mlxmoe
 from mlxmoe.cli.chat import chat
+from mlxmoe.cli.doctor import doctor
 from mlxmoe.cli.generate import generate
 from mlxmoe.cli.models import models
 from mlxmoe.cli.verify import verify
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(verify)
 app.command()(models)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -5,37 +5,16 @@ The only place that asks. Every answer may be missing (None); none of the method
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import psutil
 
 from mlxmoe.memory.cgroup import CgroupMemory, MemoryCgroup, Stalls, parse_stalls
-
-RUSAGE_INFO_V0 = 0  # sys/resource.h of macOS
-
-
-class RusageInfoV0(ctypes.Structure):
-    """`struct rusage_info_v0` of macOS' sys/resource.h (since 10.9): times in ticks, sizes in bytes."""
-
-    _fields_ = (
-        ("ri_uuid", ctypes.c_uint8 * 16),
-        ("ri_user_time", ctypes.c_uint64),
-        ("ri_system_time", ctypes.c_uint64),
-        ("ri_pkg_idle_wkups", ctypes.c_uint64),
-        ("ri_interrupt_wkups", ctypes.c_uint64),
-        ("ri_pageins", ctypes.c_uint64),
-        ("ri_wired_size", ctypes.c_uint64),
-        ("ri_resident_size", ctypes.c_uint64),
-        ("ri_phys_footprint", ctypes.c_uint64),
-        ("ri_proc_start_abstime", ctypes.c_uint64),
-        ("ri_proc_exit_abstime", ctypes.c_uint64),
-    )
+from mlxmoe.memory.macos import MacLibrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +36,15 @@ class MlxMemory:
 
 
 class Sources:
-    """The machine this runs on. `platform`: as `sys.platform`; `root`: where /proc and /sys are; `libc`: macOS' own.
+    """The machine this runs on. `platform`: as `sys.platform`; `root`: where /proc and /sys are.
 
     What cannot change while a process runs (where its control group is) is looked up once.
     """
 
-    def __init__(self, platform: str = sys.platform, root: str = "/", libc: Any = None) -> None:
+    def __init__(self, platform: str = sys.platform, root: str = "/", mac: MacLibrary | None = None) -> None:
         self._platform = platform
         self._root = root
-        self._own_libc = libc
+        self._mac = MacLibrary() if mac is None and platform == "darwin" else mac
 
     def machine(self) -> MachineMemory | None:
         """The machine's memory and swap."""
@@ -79,26 +58,12 @@ class Sources:
 
     def pressure_level(self) -> int | None:
         """macOS' own level, `kern.memorystatus_vm_pressure_level`: 1 normal, 2 warning, 4 critical."""
-        value = ctypes.c_int(0)
-        size = ctypes.c_size_t(ctypes.sizeof(value))
-        if self._libc is None:
-            return None
-        try:
-            failed = self._libc.sysctlbyname(
-                b"kern.memorystatus_vm_pressure_level",
-                ctypes.byref(value),
-                ctypes.byref(size),
-                None,
-                ctypes.c_size_t(0),
-            )
-        except (AttributeError, OSError, ctypes.ArgumentError):
-            return None
-        return None if failed or size.value != ctypes.sizeof(value) else value.value
+        return None if self._mac is None else self._mac.number("kern.memorystatus_vm_pressure_level")
 
     def footprint_bytes(self) -> int | None:
         """What this process costs the machine: macOS' phys_footprint, Linux' anonymous memory and its swap."""
-        if self._platform == "darwin":
-            return self._phys_footprint()
+        if self._mac is not None:
+            return None if (usage := self._mac.usage()) is None else int(usage.ri_phys_footprint)
         if self._platform == "linux":
             return parse_footprint(self._read_text("/proc/self/status") or "")
         try:
@@ -124,26 +89,6 @@ class Sources:
         """What the GPU recommends to keep at most; None where there is no GPU."""
         size = mx.device_info().get("max_recommended_working_set_size")
         return int(size) if size else None
-
-    def _phys_footprint(self) -> int | None:
-        usage = RusageInfoV0()
-        if self._libc is None:
-            return None
-        try:
-            failed = self._libc.proc_pid_rusage(os.getpid(), RUSAGE_INFO_V0, ctypes.byref(usage))
-        except (AttributeError, OSError, ctypes.ArgumentError):
-            return None
-        return None if failed else int(usage.ri_phys_footprint)
-
-    @cached_property
-    def _libc(self) -> Any:
-        """macOS' C library, which holds libproc too; None elsewhere."""
-        if self._own_libc is not None or self._platform != "darwin":
-            return self._own_libc
-        try:
-            return ctypes.CDLL(None, use_errno=True)
-        except OSError:
-            return None
 
     @cached_property
     def _cgroup(self) -> MemoryCgroup:
