@@ -114,7 +114,8 @@ class Guard:
         self._next_check = now
         self._lower_since: float | None = None  # readings below the level that is held
         self._last_step = -self._times.settle_s + now
-        self._last_pressure = now - self._times.calm_s  # a shrink for a request may be undone at once
+        self._pressed = False  # something was given back under pressure, and not all of it is taken again
+        self._last_pressure = now
         self._last_growth: float | None = None
         self._calm_s = self._times.calm_s
         self._empty_since: float | None = None  # critical, and nothing left to give
@@ -225,6 +226,7 @@ class Guard:
         if self._last_growth is not None and now - self._last_growth < 2 * self._calm_s:
             self._calm_s = min(2 * self._calm_s, self._times.longest_calm_s)
         self._last_step = now
+        self._pressed = True
         self._forget_speeds()
         text = f"Memory pressure is {self.pressure}: {reclaim.name} gave back {format_bytes(given)}."
         self.tell("shrink", given, text, level=logging.WARNING)
@@ -233,7 +235,9 @@ class Guard:
         """A step up, where it has been calm, the machine has room for it, and the last step made something faster."""
         self._empty_since = None
         since = max(self._last_pressure, self._last_growth or self._last_pressure)
-        if self.pressure != "normal" or now - since < self._calm_s or self._settled or self._settles():
+        if now - since >= self._times.longest_calm_s:
+            self._calm_s = self._times.calm_s
+        if self.pressure != "normal" or (self._pressed and now - since < self._calm_s) or self._settles():
             return
         room = usable_bytes(reading)
         if room <= 0:
@@ -244,11 +248,13 @@ class Guard:
             self._steps.clear()
             self._last_growth = self._clock()
             self.tell("grow", taken, f"Memory pressure is normal: the expert cache took {format_bytes(taken)} again.")
+        else:
+            self._pressed = False  # all is back: what a request takes from now on may be taken again at once
 
     def _settles(self) -> bool:
         """Whether it is not yet known, or known not to be so, that the last growth made decoding faster."""
-        if self._step_before_growth is None:
-            return False
+        if self._settled or self._step_before_growth is None:
+            return self._settled
         if len(self._steps) < STEPS_COMPARED:
             return True
         before, after = self._step_before_growth, median(self._steps)
