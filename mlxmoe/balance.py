@@ -11,13 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-import mlx.core as mx
-
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, MemoryPressureError, UnsupportedModelError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
 from mlxmoe.memory.plan import KVBytes, Plan, divide_slots
 from mlxmoe.memory.reading import MemoryReader, Reading
+from mlxmoe.memory.release import release_freed
 from mlxmoe.memory.sizes import format_bytes
 
 STEP_SHARE = 1 / 8  # of the planned slots that the guard moves at a time
@@ -158,7 +157,7 @@ class Balance:
         self._room = room
         self._reports = MemoryReader()  # its own: each reader compares with its last reading
         cache = Reclaim("the expert cache", room.shrink_step, room.shrink_all)
-        self.guard = Guard((reader or MemoryReader()).read, mx.clear_cache, [cache], room.grow, on_event=on_event)
+        self.guard = Guard((reader or MemoryReader()).read, release_freed, [cache], room.grow, on_event=on_event)
         self._watch = Watch(self.guard)
 
     @property

@@ -18,8 +18,9 @@ from mlxmoe.hub import Progress, resolve
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan, expert_budget
-from mlxmoe.memory.reading import usable_bytes
+from mlxmoe.memory.reading import usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import parse_bytes
+from mlxmoe.memory.wiring import Wiring
 from mlxmoe.prompts import Prompt, PromptEncoder
 from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
@@ -40,19 +41,23 @@ def load(
     context: int | None = None,
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
+    wired: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Engine:
     """Load a model: a local folder, a hub id, or nothing for the built-in demo model.
 
-    `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or a
-    share such as 0.25 or "25%". Fewer are slower, and change no word. `memory`: the most the engine may use, bytes or
-    "24GB"; by default what the machine can give now, less a reserve. `context`: tokens, prompt and reply, that must
-    fit; by default what the model was made for. `progress(stage, done_bytes, total_bytes)`: called during download
-    and loading. `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; it may
-    be called by another thread. `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as
-    mlx-lm trains them. `trust_remote_code`: run model code that comes with the weights.
+    - `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or a
+      share such as 0.25 or "25%". Fewer are slower, and change no word.
+    - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a reserve.
+    - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits.
+    - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
+    - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
+      be the caller.
+    - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.wiring for both sides of that.
+    - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
+      `trust_remote_code`: run model code that comes with the weights.
 
     Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
     """
@@ -71,7 +76,7 @@ def load(
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
-    return Engine(loaded, on_memory=on_memory)
+    return Engine(loaded, wired=wired, on_memory=on_memory)
 
 
 class Engine:
@@ -85,6 +90,7 @@ class Engine:
         loaded: LoadedModel,
         *,
         chunk_tokens: int = CHUNK_TOKENS,
+        wired: bool = False,
         on_memory: Callable[[MemoryEvent], None] | None = None,
     ) -> None:
         self.tokenizer: TokenizerWrapper = loaded.tokenizer
@@ -92,6 +98,7 @@ class Engine:
         self.path: Path = loaded.path
         self._experts = loaded.experts
         room = Room(loaded.experts, loaded.plan, loaded.replan, loaded.kv)
+        self._wiring = Wiring(loaded.plan.memory_bytes, working_set_bytes()) if wired else None
         self._balance = Balance(room, on_event=on_memory)
         self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance)
         context = loaded.plan.context
@@ -205,6 +212,8 @@ class Engine:
     def close(self) -> None:
         """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
         self._balance.close()
+        if self._wiring is not None:
+            self._wiring.undo()
         self._decoder.close()
         self._experts.close()
         mx.clear_cache()

@@ -15,6 +15,7 @@ from mlxmoe.experts.bank import BankCounters, ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
 from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank, expert_homes
 from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.release import release_freed
 
 Places = Mapping[str, Mapping[str, ExpertTensor]]  # module path -> array name -> where its experts lie
 
@@ -92,6 +93,7 @@ class ExpertCache:
                 count, streams = slots[layer.path], layer.path in self.streams
                 if count != now[layer.path] or (streams and count == layer.num_experts):
                     self._resize(layer, count)
+            release_freed()
 
     def shrunk(self, nbytes: int) -> dict[str, int]:
         """Slots of each layer with `nbytes` given back, as far as one token's experts are left.
