@@ -48,9 +48,10 @@ def load(
 ) -> Engine:
     """Load a model: a local folder, a hub id, or nothing for the built-in demo model.
 
-    - `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or a
-      share such as 0.25 or "25%". Fewer are slower, and change no word.
-    - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a reserve.
+    - `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or
+      a share such as 0.25 or "25%". Fewer are slower, and change no word.
+    - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a
+      reserve.
     - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
