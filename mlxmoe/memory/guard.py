@@ -26,6 +26,7 @@ Action = Literal["pressure", "shrink", "restrict", "finish", "grow", "settled", 
 EVENTS_KEPT = 100
 STEPS_KEPT = 64
 STEPS_COMPARED = 16  # decode steps after a growth before its effect is judged
+GROWTHS_IN_VAIN = 2  # in a row, after which growing stops for a while
 CHECKS_SHARE = 0.005  # of the time between two checks that a reading may take
 
 _RANK: dict[Pressure, int] = {"normal": 0, "warning": 1, "critical": 2}
@@ -119,9 +120,7 @@ class Guard:
         self._last_growth: float | None = None
         self._calm_s = self._times.calm_s
         self._empty_since: float | None = None  # critical, and nothing left to give
-        self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._step_before_growth: float | None = None
-        self._settled = False
+        self._speeds = _Speeds(self._times.longest_calm_s)
 
     @property
     def events(self) -> tuple[MemoryEvent, ...]:
@@ -157,11 +156,11 @@ class Guard:
 
     def note_step(self, seconds: float) -> None:
         """A decode step took `seconds`: what tells whether growing pays."""
-        self._steps.append(seconds)
+        self._speeds.note(seconds)
 
     def resized(self) -> None:
         """Somebody else moved the line: what was learnt of speeds no longer holds."""
-        self._forget_speeds()
+        self._speeds.forget()
 
     def tell(self, action: Action, nbytes: int, text: str, *, level: int = logging.INFO) -> None:
         """Record an event, log it, and tell whoever asked to be told."""
@@ -227,7 +226,7 @@ class Guard:
             self._calm_s = min(2 * self._calm_s, self._times.longest_calm_s)
         self._last_step = now
         self._pressed = True
-        self._forget_speeds()
+        self._speeds.forget()
         text = f"Memory pressure is {self.pressure}: {reclaim.name} gave back {format_bytes(given)}."
         self.tell("shrink", given, text, level=logging.WARNING)
 
@@ -237,37 +236,69 @@ class Guard:
         since = max(self._last_pressure, self._last_growth or self._last_pressure)
         if now - since >= self._times.longest_calm_s:
             self._calm_s = self._times.calm_s
-        if self.pressure != "normal" or (self._pressed and now - since < self._calm_s) or self._settles():
-            return
         room = usable_bytes(reading)
-        if room <= 0:
+        if self.pressure != "normal" or (self._pressed and now - since < self._calm_s) or room <= 0:
             return
-        before = median(self._steps) if len(self._steps) >= STEPS_COMPARED else None
+        match self._speeds.judge(now):
+            case "wait" | "settled":
+                return
+            case "stop":
+                self.tell("settled", 0, "A larger expert cache made decoding no faster, twice: it stays as it is.")
+                return
         if taken := self._grow(room):
-            self._step_before_growth = before
-            self._steps.clear()
+            self._speeds.grown()
             self._last_growth = self._clock()
             self.tell("grow", taken, f"Memory pressure is normal: the expert cache took {format_bytes(taken)} again.")
         else:
             self._pressed = False  # all is back: what a request takes from now on may be taken again at once
 
-    def _settles(self) -> bool:
-        """Whether it is not yet known, or known not to be so, that the last growth made decoding faster."""
-        if self._settled or self._step_before_growth is None:
-            return self._settled
-        if len(self._steps) < STEPS_COMPARED:
-            return True
-        before, after = self._step_before_growth, median(self._steps)
-        if after >= before:
-            self._settled = True
-            text = f"A larger expert cache was no faster ({after:.3f} s a token, before {before:.3f} s): it stays."
-            self.tell("settled", 0, text)
-        return self._settled
 
-    def _forget_speeds(self) -> None:
+class _Speeds:
+    """Whether a larger expert cache still makes decoding faster, by what the steps took before and after."""
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self.forget()
+
+    def note(self, seconds: float) -> None:
+        self._steps.append(seconds)
+
+    def forget(self) -> None:
+        """Somebody moved the line: what was learnt no longer holds."""
+        self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._before: float | None = None
+        self._in_vain = 0
+        self._settled_s: float | None = None
+
+    def grown(self) -> None:
+        """The cache has grown: what the steps take from here on is to be less than what they took."""
+        self._before = self._median
         self._steps.clear()
-        self._step_before_growth = None
-        self._settled = False
+
+    def judge(self, now: float) -> Literal["grow", "wait", "stop", "settled"]:
+        """What the last growth says about the next: "stop" once, when it turns out that none pays, then "settled".
+
+        Twice in a row, because one comparison of a few steps may be chance; and some time later it is tried again.
+        """
+        if self._settled_s is not None:
+            if now - self._settled_s < self._retry_s:
+                return "settled"
+            self._in_vain, self._settled_s = 0, None
+        if self._before is None:
+            return "grow"
+        after = self._median
+        if after is None:
+            return "wait"
+        self._in_vain = 0 if after < self._before else self._in_vain + 1
+        self._before = None
+        if self._in_vain < GROWTHS_IN_VAIN:
+            return "grow"
+        self._settled_s = now
+        return "stop"
+
+    @property
+    def _median(self) -> float | None:
+        return median(self._steps) if len(self._steps) >= STEPS_COMPARED else None
 
 
 class Watch:

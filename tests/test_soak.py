@@ -1,0 +1,59 @@
+"""Long use: the process is after 20,000 tokens as large as it was after 1,000."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import QWEN3_MOE, make_tiny
+
+SOAK = """
+import json, random, sys
+from concurrent.futures import ThreadPoolExecutor
+from mlxmoe import load
+
+rng, seen, footprints = random.Random(5), 0, []
+# One other thread, because MLX keeps something of each thread that ever computed.
+with load(sys.argv[1], experts="50%", context=512) as engine, ThreadPoolExecutor(1) as other:
+    session = engine.session()
+    while seen < 20_000:
+        prompt = [rng.randrange(2000) for _ in range(rng.choice((1, 9, 80, 300)))]
+        match rng.randrange(5):
+            case 0:
+                try:
+                    seen += sum(1 for _ in session.stream("In the beginning", max_tokens=40))
+                except Exception as error:
+                    session = engine.session()  # its context is full
+            case 1:
+                stream = engine.stream(prompt, max_tokens=100, temperature=0.8, seed=seen)
+                for _ in range(30):
+                    seen += next(stream, None) is not None
+                del stream
+            case 2:
+                engine.resize(rng.choice(("25%", "50%", "all", "60%")))
+            case 3:
+                other.submit(engine.generate, prompt, max_tokens=40).result()
+                seen += 40
+            case _:
+                seen += sum(1 for _ in engine.stream(prompt, max_tokens=60))
+        if seen >= 1000 * (1 + len(footprints)):
+            engine.resize("50%")
+            footprints.append(engine.memory().reading.footprint_bytes)
+    events = len(engine.stats().memory_events)
+print(json.dumps([seen, footprints, events]))
+"""
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "small", {**QWEN3_MOE, "num_hidden_layers": 1})
+    done = subprocess.run([sys.executable, "-c", SOAK, str(folder)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen, footprints, events = json.loads(done.stdout)
+    assert seen >= 20_000
+    assert len(footprints) == 20
+    assert footprints[-1] <= 1.02 * footprints[0], footprints
+    assert events <= 100, "what is remembered is bounded"
