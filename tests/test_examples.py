@@ -22,4 +22,5 @@ def test_an_example_runs_and_is_short(example: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert {example.stem for example in EXAMPLES} >= {"stream", "chat_session", "small_memory", "own_sampling"}
+    names = {example.stem for example in EXAMPLES}
+    assert names >= {"stream", "chat_session", "small_memory", "own_sampling", "watch_memory"}

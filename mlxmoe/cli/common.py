@@ -19,6 +19,7 @@ from mlxmoe import (
     DownloadError,
     Engine,
     MemoryBudgetError,
+    MemoryEvent,
     MemoryPressureError,
     MlxMoeError,
     ModelError,
@@ -135,12 +136,17 @@ def load_engine(model: str | None, quiet: bool, **options: Any) -> Engine:
     """load() with a progress bar, and a line that says what was loaded and how much of it is in memory."""
     with progress_bar() as show, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        engine = load(model, progress=show, **options)
+        engine = load(model, progress=show, on_memory=None if quiet else tell_memory, **options)
     for warning in caught:
         notes.print(str(warning.message), style="yellow", markup=False, soft_wrap=True)
     if not quiet:
         notes.print(describe(engine), style="dim", markup=False, soft_wrap=True)
     return engine
+
+
+def tell_memory(event: MemoryEvent) -> None:
+    """A line of its own for what the memory guard did, also in the middle of a reply."""
+    notes.print(f"\n({event.text})", style="yellow", markup=False, soft_wrap=True)
 
 
 def describe(engine: Engine) -> str:

@@ -48,6 +48,7 @@ def main() -> None:
     """Run the command line, whatever the standard streams are."""
     _open_standard_streams()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for those who write programs
+    logging.getLogger("mlxmoe.memory.guard").setLevel(logging.ERROR)  # its events are shown as notes
     app()
 
 
