@@ -19,7 +19,7 @@ FLOORS = [
     ["session"],
     ["reply", "loading"],
     ["decode", "hub", "stats", "text", "prompts", "opening"],
-    ["sampling", "registry", "experts"],
+    ["growth", "sampling", "registry", "experts"],
     ["memory"],
     ["errors"],
 ]

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
-from mlxmoe.memory.plan import KVBytes, MoeLayer, divide_slots, expert_budget, make_plan
+from mlxmoe.memory.plan import KVBytes, MoeLayer, Rows, divide_slots, expert_budget, make_plan
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 
@@ -128,10 +128,10 @@ def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(memory: int, model
 
 
 def test_a_kv_cache_with_windows_stops_growing() -> None:
-    kv = KVBytes(fixed_bytes=10, step_bytes=100, windows=((2, 30), (4, 7)))
-    assert [kv.of(tokens) for tokens in (None, 1, 256, 257, 1024, 2560)] == [147, 147, 147, 284, 498, 1098]
-    assert kv.tokens_in(284) == 512
-    assert kv.tokens_in(100) == 0
+    kv = KVBytes(fixed_bytes=10, step_bytes=100, rows=(Rows(30, "window", 300), Rows(7, "tokens", 4)))
+    assert [kv.of(tokens) for tokens in (None, 1, 256, 257, 1024, 2560)] == [7797, 7797, 9138, 9238, 9438, 10038]
+    assert kv.tokens_in(9238) == 512
+    assert kv.tokens_in(9137) == 0
 
 
 @pytest.mark.parametrize(

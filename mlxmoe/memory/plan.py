@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
@@ -33,21 +33,55 @@ class MoeLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class KVBytes:
-    """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens.
+class Rows:
+    """Rows of one kind in a KV cache: what each takes, and by which law there are more of them.
 
-    `windows`: for caches that stop growing, the steps and bytes of each: `(most_steps, step_bytes)`.
+    `steps`: one for each token, by 256 at a time. `window`: the same up to `size` tokens, but a prompt but for its
+    last token lies without gaps. `chunk`: steps as long as `size` tokens are seen, then those and one step.
+    `tokens`: one for each token up to `size`. `groups`: one for each full group of `size` tokens. `open group`: one
+    for each token of the group that is not full yet.
     """
+
+    row_bytes: int
+    law: Literal["steps", "window", "chunk", "tokens", "groups", "open group"]
+    size: int = 0
+
+    def of(self, tokens: int) -> int:
+        """Rows after a prompt of `tokens` tokens."""
+        steps = -(-tokens // KV_STEP) * KV_STEP
+        match self.law:
+            case "steps":
+                return steps
+            case "window":
+                return min(self.size, tokens - 1 + KV_STEP if tokens > 2 else KV_STEP)
+            case "chunk":
+                return steps if tokens - 1 <= self.size else self.size + KV_STEP
+            case "tokens":
+                return min(tokens, self.size)
+            case "groups":
+                return tokens // self.size
+            case "open group":
+                return tokens % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens, and `rows`."""
 
     fixed_bytes: int = 0
     step_bytes: int = 0
-    windows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     def of(self, tokens: int | None) -> int:
-        """Bytes for `tokens`; for the first step where no length is known."""
-        steps = -(-(tokens or 1) // KV_STEP)
-        windows = sum(min(steps, most) * step_bytes for most, step_bytes in self.windows)
-        return self.fixed_bytes + steps * self.step_bytes + windows
+        """Bytes after a prompt of `tokens`, or fewer of them and the rest decoded; for the first where none is known.
+
+        Exact for a new cache and prefill chunks of whole steps (256 tokens), for all tokens of a prompt but the
+        last. A cache that goes on from an odd length can take one step more. While a chunk is computed, a window
+        holds up to a chunk more: that is prefill's, not the cache's.
+        """
+        tokens = tokens or 1
+        rows = sum(rows.of(tokens) * rows.row_bytes for rows in self.rows)
+        return self.fixed_bytes + -(-tokens // KV_STEP) * self.step_bytes + rows
 
     def tokens_in(self, nbytes: int) -> int:
         """The most tokens, in whole steps, whose cache takes at most `nbytes`."""
