@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from mlx_lm.utils import load_tokenizer
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.checkpoint import ExpertReader
-from mlxmoe.experts.layer import LINEAR_TYPES
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
-from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
+from mlxmoe.memory.plan import Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.opening import open_folder
+from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.transients import PrefillTransients
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def load_folder(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill_bytes=_prefill_bytes(opened.modules, opened.layers),
+        prefill_bytes=_prefill_bytes(opened, experts, context),
         context=_asked_context(path, opened.model_context, context),
         model_context=opened.model_context,
         experts=experts,
@@ -116,18 +115,15 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(modules: Mapping[str, nn.Module], layers: Sequence[MoeLayer]) -> int:
-    """Room for one chunk's routed activations in the widest layer, float32, and MLX's pool of freed buffers.
+def _prefill_bytes(opened: OpenedModel, experts: int | float | str, context: int | None) -> int:
+    """Room for one chunk's activations and MLX's pool of freed buffers.
 
-    For each token and each of its experts: the gathered input, every projection's output, and two more copies of the
-    last one while waves are put together.
+    How many slots there will be is not known yet and matters little: a layer that streams has half of them.
     """
-    widths = []
-    for layer in layers:
-        linears = [m for m in modules[layer.path].children().values() if isinstance(m, LINEAR_TYPES)]
-        width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
-        widths.append(layer.top_k * width)
-    return POOL_BYTES + CHUNK_TOKENS * max(widths, default=0) * 4
+    slots = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
+    transients = PrefillTransients(opened.model, opened.modules, opened.kv, None if experts == "all" else slots)
+    tokens = context or min(CHUNK_TOKENS, opened.model_context or CHUNK_TOKENS)
+    return POOL_BYTES + transients.of(CHUNK_TOKENS, tokens)
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:

@@ -18,7 +18,7 @@ FLOORS = [
     ["verify", "engine"],
     ["session"],
     ["reply", "loading"],
-    ["decode", "hub", "stats", "text", "prompts", "opening"],
+    ["decode", "hub", "stats", "text", "prompts", "opening", "transients"],
     ["growth", "sampling", "registry", "experts"],
     ["memory"],
     ["errors"],
