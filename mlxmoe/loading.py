@@ -63,12 +63,13 @@ def load_folder(
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
+    asked = _asked_context(path, opened.model_context, context)
     plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill_bytes=_prefill_bytes(opened, experts, context),
-        context=_asked_context(path, opened.model_context, context),
+        prefill_bytes=_prefill_bytes(opened, experts, asked),
+        context=asked,
         model_context=opened.model_context,
         experts=experts,
         memory_bytes=memory_bytes,

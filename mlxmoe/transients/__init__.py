@@ -1,7 +1,7 @@
 """What a prefill chunk needs in memory beside weights and KV cache, predicted from the model's own graph.
 
-A chunk's pass is built as the model builds it, and never evaluated; a simulation of MLX's evaluation then says how many
-bytes are alive at once. Knows no budget: how much there may be is the plan's business.
+A chunk's pass is built as the model builds it, and never evaluated; a simulation of MLX's evaluation then says how
+many bytes are alive at once. Knows no budget: how much there may be is the plan's business.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlxmoe.transients.tracing import TracedChunk, has_states, state_bytes, trac
 logger = logging.getLogger(__name__)
 
 # Definitions that loop over the tokens have graphs that grow with them: theirs are small ones, and extrapolated.
-SMALL_TOKENS = (16, 32)
+SMALL_TOKENS = (32, 64)
 LOOPS = 1.2  # nodes of the larger small graph over those of the smaller, from which on there is a loop
 
 
@@ -59,25 +59,22 @@ class PrefillTransients:
 
     def _simulated(self, chunk: int, seen: int) -> int:
         """The most bytes alive above the weights during a pass of `chunk` tokens after `seen` others."""
-        if chunk > 4 * max(SMALL_TOKENS) and self._loops():
-            return self._extrapolated(chunk, seen)
+        if chunk > 2 * max(SMALL_TOKENS) and has_states(self._model):
+            small, large = (self._trace(tokens, 0) for tokens in SMALL_TOKENS)
+            if len(large.nodes) > LOOPS * len(small.nodes):
+                return self._extrapolated(chunk, seen)
         return self._at(chunk, seen)
-
-    def _loops(self) -> bool:
-        if not has_states(self._model):
-            return False
-        small, large = (len(self._trace(tokens, 0).nodes) for tokens in SMALL_TOKENS)
-        return large > LOOPS * small
 
     def _extrapolated(self, chunk: int, seen: int) -> int:
         """Of what is linear in the chunk's tokens, in those seen before it, and in both together."""
+        alone = self._along_chunk(chunk, 0)
+        past = 4 * max(SMALL_TOKENS)
+        return round(alone + (self._along_chunk(chunk, past) - alone) * seen / past) if seen else round(alone)
+
+    def _along_chunk(self, chunk: int, seen: int) -> float:
         small, large = SMALL_TOKENS
-        past = 8 * large
-        at = {(t, s): self._at(t, s) for t in SMALL_TOKENS for s in (0, past)}
-        per_token = [(at[large, s] - at[small, s]) / (large - small) for s in (0, past)]
-        alone = at[large, 0] + per_token[0] * (chunk - large)
-        beside = at[large, past] + per_token[1] * (chunk - large)
-        return round(alone + (beside - alone) * seen / past)
+        low, high = self._at(small, seen), self._at(large, seen)
+        return high + (high - low) / (large - small) * (chunk - large)
 
     def _at(self, chunk: int, seen: int) -> int:
         traced = self._trace(chunk, seen)

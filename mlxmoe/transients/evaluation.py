@@ -1,6 +1,6 @@
 """How many bytes are alive at once while MLX evaluates a graph: a simulation. Knows graphs, not models.
 
-It follows MLX's `eval`: the order is breadth first from the outputs, limited in width, backwards; results are allocated
+It follows MLX's `eval`: the order is breadth first from the outputs, limited in width, backwards; results get memory
 when a primitive is scheduled, in an input's place where nothing else needs that; and scheduling runs ahead of the
 computation, so inputs stay until the computation has caught up. On the CPU that is by up to eleven tasks of ten
 operations. Where the computation is faster than that, less is alive than is said here.
@@ -21,11 +21,11 @@ DONATION_EXTRA = 16384  # bytes by which a donated buffer may be too large
 
 # These may write their result over an input.
 ELEMENTWISE = frozenset([
-    "Abs", "Add", "AsType", "BitwiseBinary", "Ceil", "Compiled", "Cos", "Divide", "DynamicSliceUpdate", "Equal", "Erf",
-    "Exp", "Expm1", "Floor", "FloorDivide", "Greater", "GreaterEqual", "LayerNorm", "Less", "LessEqual", "Log",
-    "Log1p", "LogAddExp", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Multiply", "Negative",
-    "NotEqual", "Power", "RMSNorm", "Remainder", "RoPE", "Round", "Scan", "Scatter", "ScatterAxis", "Select",
-    "Sigmoid", "Sign", "Sin", "SliceUpdate", "Softmax", "Sqrt", "Square", "Subtract", "Tanh",
+    "Abs", "Add", "AsType", "BitwiseBinary", "Ceil", "Compiled", "Cos", "Divide", "DynamicSliceUpdate", "Equal",
+    "Erf", "Exp", "Expm1", "Floor", "FloorDivide", "Greater", "GreaterEqual", "LayerNorm", "Less", "LessEqual",
+    "Log", "Log1p", "LogAddExp", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Multiply",
+    "Negative", "NotEqual", "Power", "RMSNorm", "Remainder", "RoPE", "Round", "Scan", "Scatter", "ScatterAxis",
+    "Select", "Sigmoid", "Sign", "Sin", "SliceUpdate", "Softmax", "Sqrt", "Square", "Subtract", "Tanh",
 ])  # fmt: skip
 MATRIX = frozenset(["Matmul", "AddMM", "GatherMM", "BlockMaskedMM"])
 ROW_INPUT = frozenset(["QuantizedMatmul", "GatherQMM", "QQMatmul"])
