@@ -68,7 +68,7 @@ def load_folder(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill_bytes=_prefill_bytes(opened, experts, asked),
+        prefill_bytes=_prefill_bytes(opened, asked),
         context=asked,
         model_context=opened.model_context,
         experts=experts,
@@ -116,15 +116,15 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(opened: OpenedModel, experts: int | float | str, context: int | None) -> int:
-    """Room for one chunk's activations and MLX's pool of freed buffers.
+def _prefill_bytes(opened: OpenedModel, context: int | None) -> int:
+    """Room for one chunk's activations, and for MLX's pool of freed buffers.
 
-    How many slots there will be is not known yet and matters little: a layer that streams has half of them.
+    How many slots there will be is not known yet: the larger of what it takes with half of them and with all.
     """
-    slots = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    transients = PrefillTransients(opened.model, opened.modules, opened.kv, None if experts == "all" else slots)
     tokens = context or min(CHUNK_TOKENS, opened.model_context or CHUNK_TOKENS)
-    return POOL_BYTES + transients.of(CHUNK_TOKENS, tokens)
+    half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
+    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots) for slots in (half, None))
+    return POOL_BYTES + max(transients.of(CHUNK_TOKENS, tokens) for transients in needs)
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:
