@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, MemoryPressureError, UnsupportedModelError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
-from mlxmoe.memory.plan import KVBytes, Plan, divide_slots
+from mlxmoe.memory.plan import KVBytes, Plan, divide_slots, replan
 from mlxmoe.memory.reading import MemoryReader, Reading
 from mlxmoe.memory.release import release_freed
 from mlxmoe.memory.sizes import format_bytes
@@ -45,16 +45,12 @@ class Lease:
 
 
 class Room:
-    """The budget at work: what the banks may hold beside the caches of requests. Any thread may call.
+    """The budget at work: what the banks may hold beside the caches of requests. Any thread may call."""
 
-    `replan(experts)`: the plan for another expert budget, all else as it was.
-    """
-
-    def __init__(self, experts: ExpertCache, plan: Plan, replan: Callable[[int | float | str], Plan], kv: KVBytes):
+    def __init__(self, experts: ExpertCache, plan: Plan, kv: KVBytes) -> None:
         self.plan = plan
         self.kv = kv
         self._experts = experts
-        self._replan = replan
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._shrinks = True  # until it turns out that the experts cannot be read in place
@@ -84,7 +80,7 @@ class Room:
     def resize(self, experts: int | float | str) -> None:
         """Plan anew with `experts`, and have its slots now. Raises what the plan and the banks raise."""
         with self._lock:
-            plan = self._replan(experts)
+            plan = replan(self.plan, self._experts.layers, experts)
             room = max(self._floor_bytes, self._bank_bytes_beside(self.leased_bytes))
             layers = self._experts.layers
             self._experts.resize(plan.slots if plan.bank_bytes <= room else divide_slots(room, layers))
@@ -116,12 +112,16 @@ class Room:
         return max(largest, int(self.plan.bank_bytes * STEP_SHARE))
 
     @property
+    def _fixed_bytes(self) -> int:
+        return self.plan.trunk_bytes + self.plan.prefill_bytes + self.plan.pool_bytes
+
+    @property
     def _floor_bytes(self) -> int:
         return sum(layer.floor_bytes for layer in self._experts.layers)
 
     def _bank_bytes_beside(self, leased_bytes: int) -> int:
         plan = self.plan
-        return plan.memory_bytes - plan.trunk_bytes - plan.prefill_bytes - max(plan.kv_bytes, leased_bytes)
+        return plan.memory_bytes - self._fixed_bytes - max(plan.kv_bytes, leased_bytes)
 
     def _shrink(self, nbytes: int) -> int:
         with self._lock:
@@ -137,14 +137,15 @@ class Room:
 
     def _no_room(self, tokens: int, nbytes: int, others: Sequence[int]) -> str:
         plan, least = self.plan, self._floor_bytes if self._shrinks else self._experts.nbytes
-        room = max(0, plan.memory_bytes - plan.trunk_bytes - plan.prefill_bytes - least - sum(others))
+        room = max(0, plan.memory_bytes - self._fixed_bytes - least - sum(others))
         beside = f" and {format_bytes(sum(others))} for {len(others)} other requests or sessions" if others else ""
         return (
             f"A KV cache for {tokens} tokens takes {format_bytes(nbytes)}, but the memory budget of "
             f"{format_bytes(plan.memory_bytes)} has {format_bytes(room)} for it, beside "
-            f"{format_bytes(plan.trunk_bytes)} trunk, {format_bytes(plan.prefill_bytes)} for prefill, "
-            f"{format_bytes(least)} for the experts that must stay{beside}. At most {self.kv.tokens_in(room)} "
-            f"tokens, prompt and reply, fit now: ask for fewer, close other sessions, or raise memory=."
+            f"{format_bytes(plan.trunk_bytes)} trunk, {format_bytes(self._fixed_bytes - plan.trunk_bytes)} for "
+            f"prefill, {format_bytes(least)} for the experts that must stay{beside}. At most "
+            f"{self.kv.tokens_in(room)} tokens, prompt and reply, fit now: ask for fewer, close other sessions, or "
+            f"raise memory=."
         )
 
 

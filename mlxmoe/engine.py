@@ -15,12 +15,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
-from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
+from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.limits import hold_pool, hold_wired
 from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import parse_bytes
-from mlxmoe.memory.wiring import Wiring
 from mlxmoe.prompts import Prompt, PromptEncoder
 from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
@@ -56,7 +56,7 @@ def load(
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
-    - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.wiring for both sides of that.
+    - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.limits for both sides of that.
     - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
       `trust_remote_code`: run model code that comes with the weights.
 
@@ -90,7 +90,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         *,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         wired: bool = False,
         on_memory: Callable[[MemoryEvent], None] | None = None,
     ) -> None:
@@ -98,10 +98,14 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self._experts = loaded.experts
-        room = Room(loaded.experts, loaded.plan, loaded.replan, loaded.kv)
-        self._wiring = Wiring(loaded.plan.memory_bytes, working_set_bytes()) if wired else None
+        room = Room(loaded.experts, loaded.plan, loaded.kv)
+        self._limits = [hold_pool(loaded.plan.pool_bytes)]
+        if wired and (held := hold_wired(loaded.plan.memory_bytes, working_set_bytes())):
+            self._limits.append(held)
         self._balance = Balance(room, on_event=on_memory)
-        self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance)
+        self._decoder = Decoder(
+            loaded.model, loaded.experts, chunk_tokens=chunk_tokens or loaded.plan.chunk_tokens, upkeep=self._balance
+        )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
@@ -213,8 +217,8 @@ class Engine:
     def close(self) -> None:
         """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
         self._balance.close()
-        if self._wiring is not None:
-            self._wiring.undo()
+        for limit in self._limits:
+            limit.undo()
         self._decoder.close()
         self._experts.close()
         mx.clear_cache()

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +21,23 @@ from mlx_lm.utils import load_tokenizer
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.checkpoint import ExpertReader
-from mlxmoe.experts.layer import LINEAR_TYPES
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
-from mlxmoe.memory.plan import KVBytes, MoeLayer, Plan, make_plan
+from mlxmoe.memory.plan import KVBytes, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.opening import open_folder
+from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.transients import PrefillTransients
 
 logger = logging.getLogger(__name__)
 
-CHUNK_TOKENS = 2048  # of prefill at a time: mlx-lm's own default, so that the arithmetic is the same
 LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
-POOL_BYTES = 64 * 2**20  # buffers that MLX keeps for reuse, and small change
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
-    `plan`: how the memory is divided; `replan(experts)`: how it would be with another expert budget and the same
-    context. `kv`: what a KV cache takes.
+    `plan`: how the memory is divided. `kv`: what a KV cache takes.
     """
 
     model: nn.Module
@@ -51,7 +46,6 @@ class LoadedModel:
     path: Path
     vocab_size: int
     plan: Plan
-    replan: Callable[[int | float | str], Plan]
     kv: KVBytes
     experts: ExpertCache
 
@@ -71,16 +65,16 @@ def load_folder(
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
-    planned = partial(
-        make_plan,
+    plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill_bytes=_prefill_bytes(opened.modules, opened.layers),
+        prefill=lambda chunk, tokens, resident: _prefill_bytes(opened, chunk, tokens, resident),
+        context=_asked_context(path, opened.model_context, context),
         model_context=opened.model_context,
+        experts=experts,
         memory_bytes=memory_bytes,
     )
-    plan = planned(experts=experts, context=_asked_context(path, opened.model_context, context))
     if context is None and plan.context != plan.model_context:
         logger.warning(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
@@ -106,7 +100,6 @@ def load_folder(
         path=path,
         vocab_size=opened.vocab_size,
         plan=plan,
-        replan=lambda experts: planned(experts=experts, context=plan.context),
         kv=opened.kv,
         experts=cache,
     )
@@ -125,18 +118,11 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(modules: Mapping[str, nn.Module], layers: Sequence[MoeLayer]) -> int:
-    """Room for one chunk's routed activations in the widest layer, float32, and MLX's pool of freed buffers.
-
-    For each token and each of its experts: the gathered input, every projection's output, and two more copies of the
-    last one while waves are put together.
-    """
-    widths = []
-    for layer in layers:
-        linears = [m for m in modules[layer.path].children().values() if isinstance(m, LINEAR_TYPES)]
-        width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
-        widths.append(layer.top_k * width)
-    return POOL_BYTES + CHUNK_TOKENS * max(widths, default=0) * 4
+def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int, resident: bool) -> int:
+    """Room for one chunk's activations. How many slots there will be is not known yet: half, where it streams."""
+    half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
+    transients = PrefillTransients(opened.model, opened.modules, opened.kv, None if resident else half)
+    return transients.of(chunk_tokens, context)
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:

@@ -21,7 +21,8 @@ from mlx_lm.utils import load_adapters, load_model
 from mlxmoe.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
 from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
-from mlxmoe.memory.plan import KV_STEP, KVBytes, MoeLayer
+from mlxmoe.growth import kv_growth
+from mlxmoe.memory.plan import KVBytes, MoeLayer
 
 # How the definitions' configs call the number of routed experts.
 _EXPERT_COUNT_KEYS = (
@@ -175,11 +176,9 @@ def _model_context(config: Mapping[str, Any]) -> int | None:
 
 def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[MoeLayer], KVBytes, int]:
     """Each MoE layer's numbers, the KV cache's growth, and the vocabulary: read off passes never evaluated."""
-    caches = []
     with Listening(dict(modules)) as heard:
-        for tokens in (1, KV_STEP + 1):
-            caches.append(make_prompt_cache(model))
-            logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[-1])
+        kv = kv_growth(model)
+        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))
     most = max(heard.top_k.values(), default=0)
     layers = []
     for path, module in modules.items():
@@ -187,34 +186,7 @@ def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[Moe
         num_experts = next(iter(arrays.values())).shape[0]
         expert_bytes = sum(array.nbytes for array in arrays.values()) // num_experts
         layers.append(MoeLayer(path, num_experts, min(heard.top_k.get(path, most), num_experts), expert_bytes))
-    return layers, _kv_bytes(*caches), int(logits.shape[-1])
-
-
-def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
-    """What caches take, from two sets of them that have seen 1 and 257 tokens."""
-    fixed, step = 0, 0
-    windows: list[tuple[int, int]] = []
-    for before, after in zip(one, more, strict=True):
-        if hasattr(before, "caches"):  # several caches in one layer
-            inner = _kv_bytes(before.caches, after.caches)
-            fixed, step, windows = fixed + inner.fixed_bytes, step + inner.step_bytes, [*windows, *inner.windows]
-            continue
-        first, growth = _nbytes(before), _nbytes(after) - _nbytes(before)
-        fixed += first - growth
-        size = getattr(before, "max_size", None) or getattr(before, "chunk_size", None)
-        if size is not None:
-            windows.append((-(-size // KV_STEP), growth))
-        else:
-            step += growth
-    return KVBytes(fixed, step, tuple(windows))
-
-
-def _nbytes(cache: Any) -> int:
-    """A cache's bytes; an empty one may not know."""
-    try:
-        return int(cache.nbytes)
-    except (AttributeError, TypeError, NotImplementedError):
-        return sum(array.nbytes for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
+    return layers, kv, int(logits.shape[-1])
 
 
 def _trunk_bytes(model: nn.Module, layers: Sequence[MoeLayer]) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.muse_spark
 import pytest
+from definitions import MUSE_SPARK_KERNELS
 from hypothesis import HealthCheck, settings
 from mlx_lm.utils import load as stock_load
 from tiny import make_tiny
@@ -50,6 +52,14 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synthetic") / "gigabyte"
     run_tool("make_synthetic.py", str(folder), "--preset", "1gb")
     return folder
+
+
+@pytest.fixture
+def kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's muse_spark has kernels for Metal only: elsewhere plain ones stand in, for stock and for us."""
+    if not mx.metal.is_available():
+        for name, kernel in MUSE_SPARK_KERNELS.items():
+            monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
 
 
 def run_tool(name: str, *arguments: str) -> None:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.muse_spark
 import pytest
-from definitions import ALIASES, DEFINITIONS, MUSE_SPARK_KERNELS, REFUSED, definition_file, moe_model_files
+from definitions import ALIASES, DEFINITIONS, REFUSED, definition_file, moe_model_files
 from mlx_lm.utils import load_model
 from tiny import make_tiny
 
 from mlxmoe import UnsupportedModelError
 from mlxmoe.decode import Decoder
-from mlxmoe.experts.layer import Passes
+from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.registry import SPECS
@@ -43,20 +42,13 @@ def capacities(folder: Path) -> Iterator[LoadedModel]:
         loaded.experts.close()
 
 
-@pytest.fixture(autouse=True)
-def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-lm's muse_spark has kernels for Metal only: elsewhere plain ones stand in, for stock and for us."""
-    if not mx.metal.is_available():
-        for name, kernel in MUSE_SPARK_KERNELS.items():
-            monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
-
-
+@pytest.mark.usefixtures("kernels_without_metal")
 @pytest.mark.parametrize("name", [*DEFINITIONS, *ALIASES])
 def test_definitions_are_bit_identical(tmp_path: Path, name: str) -> None:
     config: dict[str, Any] = DEFINITIONS.get(name) or ALIASES[name]
     folder = make_tiny(tmp_path / name, config)
     stock, _ = load_model(folder)
-    expected = logits(Decoder(stock, (), Passes(), chunk_tokens=24))
+    expected = logits(Decoder(stock, ExpertCache.of_nothing(), chunk_tokens=24))
     assert mx.all(mx.isfinite(expected)), "a comparison of NaN proves nothing"
     assert mx.any(expected[0] != expected[-1])
     misses = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
-from mlxmoe.memory.plan import KVBytes, MoeLayer, divide_slots, expert_budget, make_plan
+from mlxmoe.memory.plan import KVBytes, MoeLayer, Rows, divide_slots, expert_budget, make_plan, replan
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 
@@ -85,7 +86,8 @@ def plan(**options: Any) -> Any:
         **{
             "trunk_bytes": 1000,
             "kv": KVBytes(step_bytes=500),
-            "prefill_bytes": 500,
+            "prefill": lambda chunk, context, resident: 500,
+            "pool_bytes": 0,
             "context": 64,
             "model_context": None,
             "experts": "auto",
@@ -96,17 +98,18 @@ def plan(**options: Any) -> Any:
 
 @given(memory=st.integers(0, 50_000))
 def test_a_plan_keeps_to_its_memory_or_is_refused(memory: int) -> None:
-    if memory < 10_000:
+    if memory < 10_250:
         with pytest.raises(MemoryBudgetError, match="one token's experts"):
             plan(memory_bytes=memory)
     else:
         made = plan(memory_bytes=memory)
         assert made.total_bytes <= memory
+        assert made.pool_bytes == 250
         assert made.bank_bytes == sum(slots * 1000 for slots in made.slots.values())
 
 
 def test_experts_that_do_not_fit_the_memory_are_refused_with_what_would() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"20\.0 kB, but .* 32\.0 kB for experts='all' need 34\.0 kB"):
+    with pytest.raises(MemoryBudgetError, match=r"20\.0 kB, but .* 32\.0 kB for experts='all' need 34\.2 kB"):
         plan(memory_bytes=20_000, experts="all")
 
 
@@ -122,16 +125,55 @@ def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(memory: int, model
     assert made.context <= model_context
     assert made.bank_bytes >= 8000
     if made.context < model_context:
-        room = memory - 1500 - 8000
+        room = memory - 1000 - 8000
         assert made.kv_bytes <= max(500, room // 4)
         assert made.kv_bytes + 500 > room // 4, "as much as fits"
 
 
+def test_prefill_chunks_are_mlx_lms_where_all_experts_fit_or_they_take_a_quarter_at_most() -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    def prefill(chunk: int, context: int, resident: bool) -> int:
+        asked.append((chunk, context, resident))
+        return chunk * 4
+
+    roomy = {"context": 4096, "prefill": prefill, "kv": KVBytes(step_bytes=10)}
+    made = plan(memory_bytes=60_000, **roomy)
+    assert (made.chunk_tokens, made.prefill_bytes, made.bank_bytes) == (2048, 8192, 32_000)
+    assert asked == [(2048, 4096, True)], "one look is enough"
+    assert plan(memory_bytes=40_000, **roomy).chunk_tokens == 512, "a smaller chunk, and all experts"
+    made = plan(memory_bytes=30_000, **roomy)
+    assert (made.chunk_tokens, made.prefill_bytes) == (512, 2048)
+    assert made.bank_bytes < 32_000
+    assert plan(memory_bytes=12_000, **roomy).chunk_tokens == 128
+    assert plan(memory_bytes=60_000, **{**roomy, "context": 100}).chunk_tokens == 2048
+    assert asked[-1] == (100, 100, True), "no chunk is longer than the context"
+
+
+def test_a_context_that_nobody_asked_for_shrinks_for_what_its_prefill_takes_too() -> None:
+    def scores(chunk: int, context: int, resident: bool) -> int:
+        return chunk * context // 100
+
+    made = plan(memory_bytes=40_000, prefill=scores, context=None, model_context=2**17, kv=KVBytes(step_bytes=1))
+    assert 256 <= made.context < 2**17
+    assert made.prefill_bytes + made.pool_bytes <= (40_000 - 1000 - 8000) // 4
+    assert made.prefill_bytes == scores(made.chunk_tokens, made.context, False)
+
+
+def test_replanning_changes_the_experts_only() -> None:
+    made = plan(memory_bytes=30_000)
+    smaller = replan(made, LAYERS, "25%")
+    assert smaller == dataclasses.replace(made, bank_bytes=8000, slots={layer.path: 2 for layer in LAYERS})
+    assert replan(smaller, LAYERS, "auto") == made
+    with pytest.raises(MemoryBudgetError, match=r"32\.0 kB, but the memory budget of 30\.0 kB has 27\.\d kB"):
+        replan(made, LAYERS, "all")
+
+
 def test_a_kv_cache_with_windows_stops_growing() -> None:
-    kv = KVBytes(fixed_bytes=10, step_bytes=100, windows=((2, 30), (4, 7)))
-    assert [kv.of(tokens) for tokens in (None, 1, 256, 257, 1024, 2560)] == [147, 147, 147, 284, 498, 1098]
-    assert kv.tokens_in(284) == 512
-    assert kv.tokens_in(100) == 0
+    kv = KVBytes(fixed_bytes=10, step_bytes=100, rows=(Rows(30, "window", 300), Rows(7, "tokens", 4)))
+    assert [kv.of(tokens) for tokens in (None, 1, 256, 257, 1024, 2560)] == [7797, 7797, 9138, 9238, 9438, 10038]
+    assert kv.tokens_in(9238) == 512
+    assert kv.tokens_in(9137) == 0
 
 
 @pytest.mark.parametrize(

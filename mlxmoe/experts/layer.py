@@ -177,7 +177,7 @@ def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
 def compute_from(module: nn.Module, stream: ExpertStream) -> None:
     """Let `module` compute from the bank of `stream`, whose homes are in it."""
     module.expert_stream = stream
-    module.__class__ = _mixed(_Streaming, type(module))
+    module.__class__ = mixed(_Streaming, type(module))
 
 
 def compute_whole(module: nn.Module) -> None:
@@ -203,7 +203,7 @@ class Listening:
     def __enter__(self) -> Listening:
         for path, module in self._modules.items():
             self._classes[path] = type(module)
-            module.__class__ = _mixed(_Listening, type(module))
+            module.__class__ = mixed(_Listening, type(module))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -219,5 +219,5 @@ def _by_number(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def _mixed(mixin: type, stock: type) -> type:
+def mixed(mixin: type, stock: type) -> type:
     return type(f"{mixin.__name__.strip('_')}{stock.__name__}", (mixin, stock), {})

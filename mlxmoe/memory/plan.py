@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 KV_STEP = 256  # tokens by which mlx-lm's caches grow
+CHUNK_TOKENS = (2048, 512, 128)  # of prefill at a time; the first is mlx-lm's own, for the same arithmetic
+POOL_BYTES = 64 * 2**20  # freed buffers that MLX may keep for reuse, at least
+
+# (chunk tokens, context tokens, whether all experts are in memory) -> bytes that a prefill's activations take
+Prefill = Callable[[int, int, bool], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +38,55 @@ class MoeLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class KVBytes:
-    """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens.
+class Rows:
+    """Rows of one kind in a KV cache: what each takes, and by which law there are more of them.
 
-    `windows`: for caches that stop growing, the steps and bytes of each: `(most_steps, step_bytes)`.
+    `steps`: one for each token, by 256 at a time. `window`: the same up to `size` tokens, but a prompt but for its
+    last token lies without gaps. `chunk`: steps as long as `size` tokens are seen, then those and one step.
+    `tokens`: one for each token up to `size`. `groups`: one for each full group of `size` tokens. `open group`: one
+    for each token of the group that is not full yet.
     """
+
+    row_bytes: int
+    law: Literal["steps", "window", "chunk", "tokens", "groups", "open group"]
+    size: int = 0
+
+    def of(self, tokens: int) -> int:
+        """Rows after a prompt of `tokens` tokens."""
+        steps = -(-tokens // KV_STEP) * KV_STEP
+        match self.law:
+            case "steps":
+                return steps
+            case "window":
+                return min(self.size, tokens - 1 + KV_STEP if tokens > 2 else KV_STEP)
+            case "chunk":
+                return steps if tokens - 1 <= self.size else self.size + KV_STEP
+            case "tokens":
+                return min(tokens, self.size)
+            case "groups":
+                return tokens // self.size
+            case "open group":
+                return tokens % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens, and `rows`."""
 
     fixed_bytes: int = 0
     step_bytes: int = 0
-    windows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     def of(self, tokens: int | None) -> int:
-        """Bytes for `tokens`; for the first step where no length is known."""
-        steps = -(-(tokens or 1) // KV_STEP)
-        windows = sum(min(steps, most) * step_bytes for most, step_bytes in self.windows)
-        return self.fixed_bytes + steps * self.step_bytes + windows
+        """Bytes after a prompt of `tokens`, or fewer of them and the rest decoded; for the first where none is known.
+
+        Exact for a new cache and prefill chunks of whole steps (256 tokens), for all tokens of a prompt but the
+        last. A cache that goes on from an odd length can take one step more. While a chunk is computed, a window
+        holds up to a chunk more: that is prefill's, not the cache's.
+        """
+        tokens = tokens or 1
+        rows = sum(rows.of(tokens) * rows.row_bytes for rows in self.rows)
+        return self.fixed_bytes + -(-tokens // KV_STEP) * self.step_bytes + rows
 
     def tokens_in(self, nbytes: int) -> int:
         """The most tokens, in whole steps, whose cache takes at most `nbytes`."""
@@ -60,13 +99,14 @@ class KVBytes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the memory is divided; all in bytes except `context` and `slots`.
+    """How the memory is divided; all in bytes except `context`, `chunk_tokens` and `slots`.
 
     `trunk_bytes`: weights that are no routed experts. `expert_bytes`: all routed experts, wherever they are.
-    `bank_bytes`: what of them has a slot. `kv_bytes`: KV cache of `context` tokens. `prefill_bytes`: room for a
-    prefill chunk's activations. `memory_bytes`: the budget that was divided. `context`: tokens, prompt and reply,
-    or None where neither the model nor the user sets a bound. `model_context`: what the model was
-    made for. `slots`: slots of each MoE layer by its path; a layer with all its experts is resident.
+    `bank_bytes`: what of them has a slot. `kv_bytes`: KV cache of `context` tokens. `prefill_bytes`: room for the
+    activations of a prefill chunk of `chunk_tokens`. `pool_bytes`: freed buffers that MLX may keep. `memory_bytes`:
+    the budget that was divided. `context`: tokens, prompt and reply, or None where neither the model nor the user
+    sets a bound. `model_context`: what the model was made for. `slots`: slots of each MoE layer by its path; a layer
+    with all its experts is resident.
     """
 
     trunk_bytes: int
@@ -74,15 +114,17 @@ class Plan:
     bank_bytes: int
     kv_bytes: int
     prefill_bytes: int
+    pool_bytes: int
     memory_bytes: int
     context: int | None
     model_context: int | None
+    chunk_tokens: int
     slots: dict[str, int]
 
     @property
     def total_bytes(self) -> int:
         """All parts together."""
-        return self.trunk_bytes + self.bank_bytes + self.kv_bytes + self.prefill_bytes
+        return self.trunk_bytes + self.bank_bytes + self.kv_bytes + self.prefill_bytes + self.pool_bytes
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}
@@ -151,56 +193,122 @@ def make_plan(
     *,
     trunk_bytes: int,
     kv: KVBytes,
-    prefill_bytes: int,
+    prefill: Prefill,
     context: int | None,
     model_context: int | None,
     experts: int | float | str,
     memory_bytes: int,
+    pool_bytes: int = POOL_BYTES,
 ) -> Plan:
     """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers.
 
     `context`: tokens that must fit, None for `model_context` or as much of it as fits. `kv`: what the cache of a
-    context takes.
+    context takes. `prefill`: what a chunk's activations take. `pool_bytes`: the least that MLX may keep of freed
+    buffers. The prefill chunk is as large as mlx-lm's if all experts fit beside it, or if it takes at most a quarter
+    of the room beside one token's experts; else smaller. A context that nobody asked for takes at most that, too.
     """
     total = sum(layer.nbytes for layer in layers)
     floor = sum(layer.floor_bytes for layer in layers)
     least = expert_budget(experts, layers, auto_bytes=floor) if layers else 0
-    if context is None:
-        context = _fitting_context(model_context, kv, memory_bytes - trunk_bytes - prefill_bytes, least, total)
-    kv_bytes = kv.of(context)
-    fixed = trunk_bytes + kv_bytes + prefill_bytes
-    if fixed + least > memory_bytes:
-        what = "one token's experts" if experts == "auto" else f"experts={experts!r}"
-        raise MemoryBudgetError(
-            f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
-            f"{format_bytes(kv_bytes)} KV cache for {context or 'any'} tokens, {format_bytes(prefill_bytes)} for "
-            f"prefill and {format_bytes(least)} for {what} need {format_bytes(fixed + least)}. Lower experts= or "
-            f"context=, raise memory= if the machine has more to give, or take a smaller model."
-        )
-    budget = expert_budget(experts, layers, auto_bytes=memory_bytes - fixed) if layers else 0
-    slots = divide_slots(budget, layers) if budget < total else {m.path: m.num_experts for m in layers}
-    return Plan(
+    room = memory_bytes - trunk_bytes
+    split = _Split(context or model_context, kv, prefill, pool_bytes)
+    whole = total if experts == "auto" else least
+    if whole < total or not split.take_chunk(room - total - split.kv_bytes, resident=True):
+        if context is None:
+            split.shrink_context((room - least) // 4)
+        while not split.take_chunk((room - least) // 4, resident=least == total):
+            if context is not None or not split.halve_context():
+                break  # it may fit even so, with little left for experts
+    if trunk_bytes + split.nbytes + least > memory_bytes:
+        raise MemoryBudgetError(_too_little(experts, memory_bytes, trunk_bytes, least, split))
+    plan = Plan(
         trunk_bytes=trunk_bytes,
         expert_bytes=total,
-        bank_bytes=sum(slots[layer.path] * layer.expert_bytes for layer in layers),
-        kv_bytes=kv_bytes,
-        prefill_bytes=prefill_bytes,
+        bank_bytes=0,
+        kv_bytes=split.kv_bytes,
+        prefill_bytes=split.prefill_bytes,
+        pool_bytes=split.pool_bytes,
         memory_bytes=memory_bytes,
-        context=context,
+        context=split.context,
         model_context=model_context,
-        slots=slots,
+        chunk_tokens=split.chunk_tokens,
+        slots={},
     )
+    return replan(plan, layers, experts)
 
 
-def _fitting_context(model_context: int | None, kv: KVBytes, room: int, least: int, total: int) -> int | None:
-    """The model's own context if it fits beside all experts; else what fits a quarter of the room beside the least.
+def replan(plan: Plan, layers: Sequence[MoeLayer], experts: int | float | str) -> Plan:
+    """`plan` with another expert budget, all else as it is. Raises MemoryBudgetError where that does not fit."""
+    room = plan.memory_bytes - (plan.total_bytes - plan.bank_bytes)
+    budget = expert_budget(experts, layers, auto_bytes=room) if layers else 0
+    if budget > room:
+        raise MemoryBudgetError(
+            f"experts={experts!r} is {format_bytes(budget)}, but the memory budget of "
+            f"{format_bytes(plan.memory_bytes)} has {format_bytes(room)} for experts beside "
+            f"{format_bytes(plan.total_bytes - plan.bank_bytes)} for all else. Lower experts=, or load with more "
+            f"memory= or less context=."
+        )
+    slots = divide_slots(budget, layers) if budget < plan.expert_bytes else {m.path: m.num_experts for m in layers}
+    return replace(plan, bank_bytes=sum(slots[m.path] * m.expert_bytes for m in layers), slots=slots)
 
-    `room`: bytes for experts and KV; `least`, `total`: bytes of the experts that must and that could be in memory.
-    """
-    if model_context is None or kv.of(model_context) <= max(room - total, (room - least) // 4):
-        return model_context
-    fitting = kv.tokens_in(max(0, room - least) // 4)
-    return max(min(fitting, model_context), min(KV_STEP, model_context))
+
+class _Split:
+    """What KV cache and prefill take, and the levers: the size of prefill chunks, and the context."""
+
+    def __init__(self, context: int | None, kv: KVBytes, prefill: Prefill, pool_bytes: int) -> None:
+        self.context = context
+        self.chunk_tokens = CHUNK_TOKENS[0]
+        self.prefill_bytes = 0
+        self._kv = kv
+        self._prefill = prefill
+        self._least_pool_bytes = pool_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv.of(self.context)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Freed buffers: a prefill's own would be kept whole, and half of them serve nearly as well."""
+        return max(self._least_pool_bytes, self.prefill_bytes // 2)
+
+    @property
+    def nbytes(self) -> int:
+        """KV cache, activations and pool together."""
+        return self.kv_bytes + self.prefill_bytes + self.pool_bytes
+
+    def take_chunk(self, room: int, *, resident: bool) -> bool:
+        """Take the largest chunk whose activations and pool fit `room`; the smallest, and False, where none does."""
+        for self.chunk_tokens in CHUNK_TOKENS:
+            attended = self.context or self.chunk_tokens
+            self.prefill_bytes = self._prefill(min(self.chunk_tokens, attended), attended, resident)
+            if self.prefill_bytes + self.pool_bytes <= room:
+                return True
+        return False
+
+    def shrink_context(self, room: int) -> None:
+        """Have no more context than whose KV cache fits `room`."""
+        if self.context is not None and self.kv_bytes > room:
+            self.context = min(self.context, max(KV_STEP, self._kv.tokens_in(max(0, room))))
+
+    def halve_context(self) -> bool:
+        """Have half the context, in whole steps; False where it is one step already."""
+        if self.context is None or self.context <= KV_STEP:
+            return False
+        self.context = max(KV_STEP, self.context // 2 // KV_STEP * KV_STEP)
+        return True
+
+
+def _too_little(experts: int | float | str, memory_bytes: int, trunk_bytes: int, least: int, split: _Split) -> str:
+    what = "one token's experts" if experts == "auto" else f"experts={experts!r}"
+    need = trunk_bytes + split.nbytes + least
+    return (
+        f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
+        f"{format_bytes(split.kv_bytes)} KV cache for {split.context or 'any'} tokens, "
+        f"{format_bytes(split.prefill_bytes + split.pool_bytes)} for prefill and {format_bytes(least)} for {what} "
+        f"need {format_bytes(need)}. Lower experts= or context=, raise memory= if the machine has more to give, or "
+        f"take a smaller model."
+    )
 
 
 def _share(experts: float | str) -> float | None:

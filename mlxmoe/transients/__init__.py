@@ -1,0 +1,115 @@
+"""What a prefill chunk needs in memory beside weights and KV cache, predicted from the model's own graph.
+
+A chunk's pass is built as the model builds it, and never evaluated; a simulation of MLX's evaluation then says how
+many bytes are alive at once. Knows no budget: how much there may be is the plan's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxmoe.errors import brief
+from mlxmoe.experts.layer import LINEAR_TYPES
+from mlxmoe.memory.plan import KVBytes
+from mlxmoe.transients.evaluation import peak_bytes
+from mlxmoe.transients.tracing import TracedChunk, has_states, state_bytes, trace_chunk
+
+logger = logging.getLogger(__name__)
+
+# Definitions that loop over the tokens have graphs that grow with them: theirs are small ones, and extrapolated.
+SMALL_TOKENS = (32, 64)
+LOOPS = 1.2  # nodes of the larger small graph over those of the smaller, from which on there is a loop
+
+
+class PrefillTransients:
+    """Predicts the bytes that prefill needs above trunk, banks and KV cache. Evaluates no weight.
+
+    `modules`: those with routed experts by their path; `slots`: of each layer, fewer than its experts where it
+    streams; all resident where None. `kv`: what the model's caches take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        kv: KVBytes,
+        slots: Mapping[str, int] | None = None,
+    ) -> None:
+        self._model = model
+        self._modules = modules
+        self._kv = kv
+        self._slots = slots or {}
+
+    def of(self, chunk_tokens: int, context: int) -> int:
+        """Bytes above trunk, banks and the KV cache of `context` tokens, for a prompt that fills it.
+
+        The largest is the last whole chunk: it attends to the most tokens. A context shorter than a chunk is one.
+        """
+        chunk = min(chunk_tokens, context)
+        seen = max(0, context - 1) // chunk * chunk - chunk if context > chunk else 0
+        try:
+            return max(0, self._simulated(chunk, seen) - self._kv.of(context))
+        except Exception as error:  # what MLX cannot export, or a definition that wants values while it is built
+            logger.debug("No graph of a prefill chunk, so its size is estimated: %s", brief(error))
+            return self._estimated(chunk, context)
+
+    def _simulated(self, chunk: int, seen: int) -> int:
+        """The most bytes alive above the weights during a pass of `chunk` tokens after `seen` others."""
+        if chunk > 2 * max(SMALL_TOKENS) and has_states(self._model):
+            small, large = (self._trace(tokens, 0) for tokens in SMALL_TOKENS)
+            if len(large.nodes) > LOOPS * len(small.nodes):
+                return self._extrapolated(chunk, seen)
+        return self._at(chunk, seen)
+
+    def _extrapolated(self, chunk: int, seen: int) -> int:
+        """Of what is linear in the chunk's tokens, in those seen before it, and in both together."""
+        alone = self._along_chunk(chunk, 0)
+        past = 4 * max(SMALL_TOKENS)
+        return round(alone + (self._along_chunk(chunk, past) - alone) * seen / past) if seen else round(alone)
+
+    def _along_chunk(self, chunk: int, seen: int) -> float:
+        small, large = SMALL_TOKENS
+        low, high = self._at(small, seen), self._at(large, seen)
+        return high + (high - low) / (large - small) * (chunk - large)
+
+    def _at(self, chunk: int, seen: int) -> int:
+        traced = self._trace(chunk, seen)
+        peak = peak_bytes(traced)
+        if traced.left_out is None:
+            return peak
+        # Deep models are alike from layer to layer: of those left out, caches and small outputs add up.
+        kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
+        return peak - traced.state_bytes + state_bytes(self._model, self._modules, chunk, seen) + kept
+
+    def _trace(self, chunk: int, seen: int) -> TracedChunk:
+        return trace_chunk(self._model, self._modules, self._slots, chunk, seen)
+
+    def _estimated(self, chunk: int, context: int) -> int:
+        """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""
+        widths = [0]
+        for module in self._modules.values():
+            linears = [child for child in module.children().values() if isinstance(child, LINEAR_TYPES)]
+            experts = max(linear.num_experts for linear in linears)
+            width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
+            widths.append(min(experts, MOST_TOP_K) * width)
+        heads = _attention_heads(self._model)
+        return 2 * chunk * 4 * (max(widths) + 3 * heads * context)
+
+
+MOST_TOP_K = 8  # of most models: what is estimated need not be more exact
+
+
+def _attention_heads(model: nn.Module) -> int:
+    """As the definition's arguments say, or what most models have."""
+    args: Any = getattr(model, "args", None)
+    sources = [args, getattr(args, "text_config", None)]
+    for source in sources:
+        heads = source.get("num_attention_heads") if isinstance(source, dict) else None
+        heads = heads or getattr(source, "num_attention_heads", None)
+        if isinstance(heads, int):
+            return heads
+    return 32

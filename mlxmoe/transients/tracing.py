@@ -1,0 +1,311 @@
+"""The graph of one prefill chunk, as the model builds it, with the points where a streaming layer evaluates.
+
+mlx's export hands over every primitive with its shapes and evaluates nothing, as long as everything that holds data
+is an input: tokens, caches, weights. Knows nothing of how a graph is evaluated.
+
+Legend: T tokens, K experts a token (top_k), E experts, D width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
+
+MOST_LAYERS = 12  # of a deeper model only these are traced: more than the longest period of any definition
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An array of the graph, by the name that the export gave it."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One primitive."""
+
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a streaming layer evaluates: its indices, the waves' parts one by one, its output if that is large."""
+
+    indices: str
+    parts: tuple[str, ...]
+    out: str
+    out_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """What stays until the pass is over, because it is too small to be evaluated by itself."""
+        return self.out_bytes if self.out_bytes <= KEEP_PENDING_BYTES else 0
+
+
+@dataclass(slots=True)
+class TracedChunk:
+    """A chunk's graph. `prior`: the caches' arrays before it; `states`: those after it, `state_bytes` together.
+
+    `left_out`: of a deep model, how many layers that stream are not in the graph; None where it has all layers.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    prior: list[Value] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    state_bytes: int = 0
+    steps: list[Step] = field(default_factory=list)
+    left_out: int | None = None
+
+
+def trace_chunk(
+    model: nn.Module, modules: Mapping[str, nn.Module], slots: Mapping[str, int], chunk: int, seen: int
+) -> TracedChunk:
+    """The graph of `chunk` tokens after `seen` others. Leaves `model` as it was.
+
+    `modules`: those with routed experts; `slots`: of those that stream. Raises whatever MLX or the definition does
+    where there is no graph to be had.
+    """
+    with _few_layers(model) as short:
+        try:
+            traced = _trace(model, modules, slots, chunk, seen)
+        except Exception:
+            if not short:
+                raise
+            traced = None
+    if traced is None:  # a definition that counts on all its layers
+        return _trace(model, modules, slots, chunk, seen)
+    if short:
+        streams = sum(slots.get(path, _num_experts(m)) < _num_experts(m) for path, m in modules.items())
+        traced.left_out = streams - len(traced.steps)
+    return traced
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether any cache of `model` holds a state instead of keys and values: those may be computed by a loop."""
+    return any(isinstance(cache, ArraysCache) for cache in _flat(make_prompt_cache(model)))
+
+
+def state_bytes(model: nn.Module, modules: Mapping[str, nn.Module], chunk: int, seen: int) -> int:
+    """What the caches of the whole model hold after that chunk: windows hold more than they keep."""
+    caches = _seen_caches(model, modules, seen, chunk)
+    with Listening(dict(modules)):
+        model(mx.zeros((1, chunk), dtype=mx.int32), cache=caches)
+    return sum(array.nbytes for array in _state(caches))
+
+
+def _trace(
+    model: nn.Module, modules: Mapping[str, nn.Module], slots: Mapping[str, int], chunk: int, seen: int
+) -> TracedChunk:
+    caches = _seen_caches(model, modules, seen, chunk)
+    prior = _arrays(caches)
+    homes = [(m, key) for m in model.modules() for key, value in m.items() if isinstance(value, mx.array)]
+    weights = [home[key] for home, key in homes]
+    calls: list[_Call] = []
+    exported: list[dict[str, Any]] = []
+    state_sizes: list[int] = []
+
+    def run(tokens: mx.array, *inputs: mx.array) -> list[mx.array]:
+        _put(caches, iter(inputs[: len(prior)]))
+        for (home, key), weight in zip(homes, inputs[len(prior) :], strict=True):
+            home[key] = weight
+        calls.clear()
+        model(tokens, cache=caches)
+        states = _state(caches)
+        state_sizes[:] = [state.nbytes for state in states]
+        return [array for call in calls for array in (call.indices, *call.parts, call.out)] + states
+
+    with _streaming(modules, slots, calls), _exportable():
+        try:
+            mx.export_function(exported.append, run, mx.zeros((1, chunk), dtype=mx.int32), *prior, *weights)
+        finally:
+            for (home, key), weight in zip(homes, weights, strict=True):
+                home[key] = weight
+    return _read(exported, calls, len(prior), sum(state_sizes))
+
+
+def _read(exported: Sequence[dict[str, Any]], calls: Sequence[_Call], prior: int, sizes: int) -> TracedChunk:
+    traced = TracedChunk(state_bytes=sizes)
+    outputs: list[str] = []
+    for entry in exported:
+        match entry["type"]:
+            case "primitive":
+                inputs, made = _values(entry["inputs"]), _values(entry["outputs"])
+                traced.nodes.append(Node(entry["name"], inputs, made, entry.get("arguments", ())))
+            case "inputs":
+                traced.prior = list(_values(entry["inputs"][1 : 1 + prior]))
+            case "outputs":
+                outputs = [name for name, _, _ in entry["outputs"]]
+    for call in calls:
+        count = len(call.parts)
+        indices, *parts, out = outputs[: count + 2]
+        del outputs[: count + 2]
+        traced.steps.append(Step(indices, tuple(parts), out, call.out_bytes))
+    traced.states = outputs
+    return traced
+
+
+def _values(entries: Sequence[tuple[str, Sequence[int], mx.Dtype]]) -> tuple[Value, ...]:
+    return tuple(Value(name, tuple(shape), dtype.size) for name, shape, dtype in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a streaming layer while the graph is built."""
+
+    indices: mx.array
+    parts: list[mx.array]
+    out: mx.array
+    out_bytes: int
+
+
+class _Tracing:
+    """Mixed in before the stock class: the graph that `ExpertStream` makes, with nothing in the slots."""
+
+    trace_slots: int
+    trace_calls: list[_Call]
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        forward: Callable[[mx.array, mx.array], mx.array] = super().__call__  # type: ignore[misc]
+        counts = _pairs_of_waves(indices.size, _num_experts(self), self.trace_slots)
+        if len(counts) == 1:
+            out = forward(x, mx.zeros(indices.shape, dtype=indices.dtype))
+            self.trace_calls.append(_Call(indices, [], out, out.nbytes))
+            return out
+        tokens = x.reshape(-1, x.shape[-1])
+        parts = [
+            forward(tokens[mx.zeros((n,), dtype=mx.int32)], mx.zeros((n, 1), dtype=indices.dtype)) for n in counts
+        ]
+        order = mx.argsort(mx.zeros((indices.size,), dtype=mx.int32))
+        rows = mx.concatenate([part.squeeze(-2) for part in parts])
+        out = rows[order].reshape(*indices.shape, -1)
+        self.trace_calls.append(_Call(indices, parts, out, out.nbytes))
+        return out
+
+
+def _pairs_of_waves(pairs: int, experts: int, slots: int) -> list[int]:
+    """How many (token, expert) pairs each wave of a chunk has that wants all experts alike, as `plan_waves` cuts."""
+    wanted = min(experts, pairs)
+    if wanted <= slots:
+        return [pairs]
+    step = max(1, slots - slots // 2)
+    waves = [slots] + [min(step, wanted - start) for start in range(slots, wanted, step)]
+    ends = [pairs * sum(waves[: n + 1]) // wanted for n in range(len(waves))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@contextmanager
+def _streaming(modules: Mapping[str, nn.Module], slots: Mapping[str, int], calls: list[_Call]) -> Iterator[None]:
+    """Within this context, layers with fewer slots than experts build a streaming layer's graph and note it."""
+    stock = {path: type(m) for path, m in modules.items() if slots.get(path, _num_experts(m)) < _num_experts(m)}
+    try:
+        for path, kind in stock.items():
+            modules[path].__class__ = mixed(_Tracing, kind)
+            modules[path].__dict__.update(trace_slots=slots[path], trace_calls=calls)
+        yield
+    finally:
+        for path, kind in stock.items():
+            modules[path].__class__ = kind
+            for name in ("trace_slots", "trace_calls"):
+                modules[path].__dict__.pop(name, None)
+
+
+@contextmanager
+def _exportable() -> Iterator[None]:
+    """Within this context and thread, operations that MLX cannot export are others that take the same memory."""
+    thread = threading.get_ident()
+    stand_ins: dict[str, Callable[..., mx.array]] = {
+        "contiguous": lambda x, *_, **__: mx.abs(x),
+        "to_fp8": lambda x, *_, **__: x.astype(mx.uint8),
+        "from_fp8": lambda x, dtype=mx.bfloat16, **_: x.astype(dtype),
+    }
+    own = {name: getattr(mx, name) for name in stand_ins}
+
+    def chosen(name: str) -> Callable[..., mx.array]:
+        def run(*args: Any, **kwargs: Any) -> mx.array:
+            here = threading.get_ident() == thread
+            result: mx.array = (stand_ins if here else own)[name](*args, **kwargs)
+            return result
+
+        return run
+
+    try:
+        for name in own:
+            setattr(mx, name, chosen(name))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(mx, name, function)
+
+
+@contextmanager
+def _few_layers(model: nn.Module) -> Iterator[bool]:
+    """Within this context a deep model has its first layers only. Yields whether it is deep."""
+    stacks = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
+    stack = max(stacks, key=len, default=[])
+    rest = stack[MOST_LAYERS:] if all(isinstance(layer, nn.Module) for layer in stack) else []
+    if len(rest) <= MOST_LAYERS // 2:  # not worth it
+        rest = []
+    try:
+        if rest:
+            del stack[MOST_LAYERS:]
+        yield bool(rest)
+    finally:
+        stack.extend(rest)
+
+
+def _seen_caches(model: nn.Module, modules: Mapping[str, nn.Module], seen: int, chunk: int) -> list[Any]:
+    """Caches after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
+    caches: list[Any] = make_prompt_cache(model)
+    with Listening(dict(modules)):
+        for count in (seen - chunk, min(seen, chunk)):
+            if count > 0:
+                model(mx.zeros((1, count), dtype=mx.int32), cache=caches)
+    return caches
+
+
+def _flat(caches: Sequence[Any]) -> list[Any]:
+    return [one for entry in caches for one in (_flat(entry.caches) if hasattr(entry, "caches") else [entry])]
+
+
+def _arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """Every array that the caches hold, in the order in which `_put` takes them."""
+    found: list[mx.array] = []
+    for entry in _flat(caches):
+        tree_map(lambda value: found.append(value) if isinstance(value, mx.array) else None, dict(vars(entry)))
+    return found
+
+
+def _put(caches: Sequence[Any], arrays: Iterator[mx.array]) -> None:
+    for entry in _flat(caches):
+        held = tree_map(lambda value: next(arrays) if isinstance(value, mx.array) else value, dict(vars(entry)))
+        vars(entry).update(held)
+
+
+def _state(caches: Sequence[Any]) -> list[mx.array]:
+    """What the decoder evaluates after a chunk."""
+    return [array for entry in caches for _, array in tree_flatten(entry.state) if isinstance(array, mx.array)]
+
+
+def _num_experts(module: Any) -> int:
+    return int(next(child.num_experts for child in module.children().values() if hasattr(child, "num_experts")))
