@@ -21,6 +21,7 @@ from mlxmoe.errors import (
     PromptError,
     RequestError,
     SamplingError,
+    SavedStateError,
     UnsupportedModelError,
 )
 from mlxmoe.memory.guard import MemoryEvent
@@ -54,6 +55,7 @@ __all__ = [
     "Reading",
     "RequestError",
     "SamplingError",
+    "SavedStateError",
     "Session",
     "UnsupportedModelError",
     "__version__",

@@ -18,8 +18,8 @@ FLOORS = [
     ["verify", "engine", "doctor"],
     ["session"],
     ["reply", "loading"],
-    ["balance", "decode", "hub", "stats", "text", "prompts", "opening"],
-    ["sampling", "registry", "experts"],
+    ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "identity"],
+    ["sampling", "registry", "experts", "kv"],
     ["memory"],
     ["errors"],
 ]
