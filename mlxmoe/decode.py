@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import EngineClosedError, MemoryPressureError
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.kv.state import CacheState, put, take
 from mlxmoe.sampling import Sampled, Sampler
 
 POOL_TOKENS = (
@@ -81,6 +82,18 @@ class Decoder:
     def new_cache(self) -> Cache:
         """An empty cache as the model's definition makes it."""
         return list(make_prompt_cache(self.model))
+
+    def states(self, cache: Cache) -> list[CacheState]:
+        """The states of `cache`, to be saved. Raises SavedStateError for a class that is not known."""
+        with self._experts.passes.one():
+            return take(cache)
+
+    def restored_cache(self, states: Sequence[CacheState]) -> Cache:
+        """A cache that has seen what `states` say. Raises SavedStateError if they do not fit this model's caches."""
+        cache = self.new_cache()
+        with self._experts.passes.one():
+            put(states, cache)
+        return cache
 
     def generate(self, prompt: Sequence[int], cache: Cache, sampler: Sampler) -> Iterator[Sampled]:
         """Tokens without end after `prompt`, of which `cache` has seen all but the last. Modifies `cache`.

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
+from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan, expert_budget
@@ -77,7 +78,12 @@ def load(
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
-    return Engine(loaded, wired=wired, on_memory=on_memory)
+    return Engine(
+        loaded,
+        adapter=None if adapter is None else Path(adapter).expanduser(),
+        wired=wired,
+        on_memory=on_memory,
+    )
 
 
 class Engine:
@@ -90,6 +96,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         *,
+        adapter: Path | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         wired: bool = False,
         on_memory: Callable[[MemoryEvent], None] | None = None,
@@ -98,6 +105,8 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self._experts = loaded.experts
+        self._adapter = adapter
+        self._identity: ModelIdentity | None = None
         room = Room(loaded.experts, loaded.plan, loaded.replan, loaded.kv)
         self._wiring = Wiring(loaded.plan.memory_bytes, working_set_bytes()) if wired else None
         self._balance = Balance(room, on_event=on_memory)
@@ -161,7 +170,17 @@ class Engine:
     def session(self, system: str | None = None) -> Session:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
         self._decoder.new_cache()  # raises if the engine is closed
-        return Session(self._replier, self._prompts, self._balance.lease(), system)
+        return Session(self._replier, self._prompts, self._balance.lease(), system, self._identify)
+
+    def restore(self, path: str | Path) -> Session:
+        """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
+
+        Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
+        that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
+        """
+        session = self.session()
+        session.become(path)
+        return session
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes.
@@ -224,3 +243,9 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _identify(self) -> ModelIdentity:
+        """Looked up when it is first asked for: it reads a page of each tensor."""
+        if self._identity is None:
+            self._identity = identify(self.path, self._adapter, self._experts.files)
+        return self._identity
