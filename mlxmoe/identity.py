@@ -41,6 +41,11 @@ class ModelIdentity:
         adapter = f" with adapter {self.adapter}" if self.adapter else ""
         return f"{self.name}{revision}{adapter} ({self.digest[:12]})"
 
+    @property
+    def content(self) -> dict[str, str]:
+        """What tells it from any other, wherever it lies and whatever it is called."""
+        return {"digest": self.digest, "mlx_lm": self.mlx_lm}
+
     def refuse_other(self, saved: Mapping[str, Any], path: Path) -> None:
         """Raise SavedStateError if the identity that `path` names, `saved`, is not this one; names may differ."""
         other = ModelIdentity(**saved)

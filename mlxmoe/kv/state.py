@@ -26,12 +26,27 @@ class Kind:
 
     `state`: the attributes that hold all it has seen; set one after the other, they put it back. `fixed`: those that
     its maker chose: a state fits only a cache with the same. `grows`: its state after fewer tokens is a beginning of
-    its state after more, along TOKEN_AXIS, with `offset` counting the tokens.
+    its state after more, along TOKEN_AXIS, with `offset` counting the tokens. `short`: the values of `state` without
+    what it will never look at again.
     """
 
     state: tuple[str, ...] = ("state",)
     fixed: tuple[str, ...] = ()
     grows: bool = False
+    short: Callable[[Any], list[Any]] | None = None
+
+
+def _window_of(cache: Any) -> list[Any]:
+    """A RotatingKVCache's state after a chunk: it holds the whole chunk, and drops all but its window at the next."""
+    keys, values, offset, keep, max_size, index = cache.state
+    if keys is None or (surplus := keys.shape[TOKEN_AXIS] - max_size) <= 0:
+        return [cache.state]
+    assert index == keys.shape[TOKEN_AXIS], "a cache with more than its window has just seen several tokens"
+
+    def window(array: mx.array) -> mx.array:
+        return mx.concatenate([array[..., :keep, :], array[..., keep + surplus :, :]], axis=TOKEN_AXIS)
+
+    return [(window(keys), window(values), offset, keep, max_size, max_size)]
 
 
 # By module and class. mlx-lm's `state` of the first five holds everything that an instance has (keys and values with
@@ -39,7 +54,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = MappingProxyType({
     "mlx_lm.models.cache.KVCache": Kind(grows=True),
     "mlx_lm.models.cache.QuantizedKVCache": Kind(fixed=("group_size", "bits"), grows=True),
-    "mlx_lm.models.cache.RotatingKVCache": Kind(fixed=("max_size", "keep")),
+    "mlx_lm.models.cache.RotatingKVCache": Kind(fixed=("max_size", "keep"), short=_window_of),
     "mlx_lm.models.cache.ChunkedKVCache": Kind(fixed=("chunk_size",)),
     "mlx_lm.models.cache.ArraysCache": Kind(),
     "mlx_lm.models.deepseek_v41.LayerCache": Kind(
@@ -73,18 +88,32 @@ class CacheState:
             yield from part.arrays()
 
     @property
+    def grows(self) -> bool:
+        """Whether it holds the tokens of its span alone, all parts of it; then a cache of them can be trimmed."""
+        return all(part.grows for part in self.parts) if self.parts else self.span is not None
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
 
-def refuse_unknown(caches: Sequence[Any]) -> None:
-    """Raise SavedStateError if one of `caches` is of a class whose state is not known."""
+def form(caches: Sequence[Any]) -> list[Any]:
+    """What makes a state fit `caches`, as JSON values: each one's class, and what its maker chose.
+
+    Raises SavedStateError for a class that is not known.
+    """
+    forms = []
     for layer, cache in enumerate(caches):
-        _kind_name(cache, layer)
+        name = _kind_name(cache, layer)
+        chosen = form(cache.caches) if name == LIST_KIND else [getattr(cache, key) for key in KINDS[name].fixed]
+        forms.append([name, chosen])
+    return forms
 
 
 def take(caches: Sequence[Any], span: tuple[int, int] | None = None) -> list[CacheState]:
-    """The states of `caches`, evaluated: whole, or of the tokens in `span` alone where a kind grows.
+    """The states of `caches`, evaluated: whole and as they are, or with a `span` only what it takes to go on.
+
+    That is the tokens in `span` alone, the last of which the caches have just seen, where a kind grows.
 
     Holds no more memory than `nbytes` says: a view of a larger array is copied, anything else is shared until the
     cache writes to it. Raises SavedStateError for a class that is not known.
@@ -107,22 +136,27 @@ def put(states: Sequence[CacheState], caches: Sequence[Any]) -> None:
         _put(state, cache)
 
 
-def join(run: Sequence[CacheState]) -> CacheState:
+def join(run: Sequence[CacheState], surplus: int = 0) -> CacheState:
     """One whole state of one cache from those taken of it at growing numbers of tokens, the last of which it is.
 
-    Each may hold only the tokens since the one before it.
+    Each may hold only the tokens since the one before it. `surplus`: of a state that grows, so many of the last
+    tokens are left out, though its offset counts them: the cache that it is put into has to be trimmed by as many.
     """
     last = run[-1]
     if last.parts:
         runs = zip(*(state.parts for state in run), strict=True)
-        return CacheState(last.kind, parts=[join(parts) for parts in runs])
+        return CacheState(last.kind, parts=[join(parts, surplus) for parts in runs])
     if last.span is None:
         return last
     pieces = [state for state in run if state.span is not None]
     spans = [piece.span for piece in pieces if piece.span]
     ends = [0, *(end for _, end in spans)]
     assert [start for start, _ in spans] == ends[:-1], f"pieces {spans} do not follow one another"
-    return CacheState(last.kind, last.fixed, _joined([piece.values for piece in pieces]))
+    values = [piece.values for piece in pieces]
+    if surplus:
+        kept = last.span[1] - last.span[0] - surplus
+        values[-1] = _mapped(values[-1], lambda array: array[..., :kept, :])
+    return CacheState(last.kind, last.fixed, _joined(values))
 
 
 def _take(cache: Any, span: tuple[int, int] | None, layer: int) -> CacheState:
@@ -132,6 +166,8 @@ def _take(cache: Any, span: tuple[int, int] | None, layer: int) -> CacheState:
     kind = KINDS[name]
     fixed = {key: getattr(cache, key) for key in kind.fixed}
     values = [getattr(cache, key) for key in kind.state]
+    if span is not None and kind.short is not None:
+        values = kind.short(cache)
     if span is None or not kind.grows or cache.offset != span[1] or cache.keys is None:
         return CacheState(name, fixed, _mapped(values, mx.contiguous))
     start, end = span
