@@ -24,6 +24,7 @@ from mlxmoe.errors import (
     SavedStateError,
     UnsupportedModelError,
 )
+from mlxmoe.kv.prefix import PrefixStats, PrefixStore
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Reading
@@ -51,6 +52,8 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "Plan",
+    "PrefixStats",
+    "PrefixStore",
     "PromptError",
     "Reading",
     "RequestError",

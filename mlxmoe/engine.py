@@ -16,8 +16,9 @@ from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
+from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
-from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import parse_bytes
@@ -40,6 +41,7 @@ def load(
     experts: int | float | str = "auto",
     memory: int | str | None = None,
     context: int | None = None,
+    prefixes: PrefixStore | int | str | None = None,
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
@@ -54,6 +56,8 @@ def load(
     - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a
       reserve.
     - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits.
+    - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
+      earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
@@ -65,6 +69,9 @@ def load(
     """
     memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
+    store = prefixes if prefixes is None or isinstance(prefixes, PrefixStore) else PrefixStore(prefixes)
+    if store is not None:
+        memory_bytes = store.memory_beside(memory_bytes)
     folder = resolve(model, revision, progress)
     loaded = load_folder(
         folder,
@@ -81,6 +88,8 @@ def load(
     return Engine(
         loaded,
         adapter=None if adapter is None else Path(adapter).expanduser(),
+        prefixes=store,
+        owns_prefixes=store is not prefixes,
         wired=wired,
         on_memory=on_memory,
     )
@@ -97,6 +106,8 @@ class Engine:
         loaded: LoadedModel,
         *,
         adapter: Path | None = None,
+        prefixes: PrefixStore | None = None,
+        owns_prefixes: bool = False,
         chunk_tokens: int = CHUNK_TOKENS,
         wired: bool = False,
         on_memory: Callable[[MemoryEvent], None] | None = None,
@@ -107,10 +118,16 @@ class Engine:
         self._experts = loaded.experts
         self._adapter = adapter
         self._identity: ModelIdentity | None = None
+        self._prefixes = prefixes
+        self._owns_prefixes = owns_prefixes
+        stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
+        spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.replan, loaded.kv)
         self._wiring = Wiring(loaded.plan.memory_bytes, working_set_bytes()) if wired else None
-        self._balance = Balance(room, on_event=on_memory)
-        self._decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance)
+        self._balance = Balance(room, on_event=on_memory, spare=spare)
+        self._decoder = Decoder(
+            loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance, prefixes=stored
+        )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
@@ -216,6 +233,7 @@ class Engine:
                 for layer in self._experts.layers
             ),
             self._balance.guard.events,
+            None if self._prefixes is None else self._prefixes.stats(),
         )
 
     def memory(self) -> MemoryUse:
@@ -236,6 +254,8 @@ class Engine:
             self._wiring.undo()
         self._decoder.close()
         self._experts.close()
+        if self._prefixes is not None and self._owns_prefixes:
+            self._prefixes.shrink()
         mx.clear_cache()
 
     def __enter__(self) -> Engine:

@@ -110,6 +110,10 @@ class PrefixStore:
             self._forest.evict(nbytes)
             return before - self._forest.nbytes
 
+    def shrink_step(self) -> int:
+        """Give up an eighth of the limit's bytes, if there are as many; the bytes given back."""
+        return self.shrink(max(0, self._forest.nbytes - self.limit_bytes // 8))
+
 
 class Prefixes:
     """What a store keeps for one model: `model` are JSON values that tell it from any other.
