@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,7 @@ class Session:
         written, or if the model keeps a cache of a class that is not known.
         """
         path = Path(path).expanduser()
-        if not self._turn_lock.acquire(blocking=False):
-            raise RequestError(BUSY)
-        try:
+        with self._between_turns():
             facts = {
                 "what": WHAT,
                 "model": asdict(self._identity()),
@@ -88,21 +87,29 @@ class Session:
             }
             states = [] if self._cache is None else self._replier.decoder.states(self._cache)
             write_states(path, facts, states)
-        finally:
-            self._turn_lock.release()
 
     def become(self, path: str | Path) -> None:
         """Be the conversation that `save` wrote to the file `path`: what Engine.restore asks of a new session."""
         path = Path(path).expanduser()
-        facts, states = read_states(path)
-        if (what := facts.get("what")) != WHAT:
-            raise SavedStateError(f"{path} holds a {what}, not a session. Give a file that Session.save() wrote.")
-        self._identity().refuse_other(facts["model"], path)
-        if states:
-            self._prompts.check(facts["tokens"], reply=0)  # the context may be a smaller one
-            self._lease.begin(len(facts["tokens"]))
-            self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
-        self.messages, self._text = facts["messages"], facts["text"]
+        with self._between_turns():
+            facts, states = read_states(path)
+            if (what := facts.get("what")) != WHAT:
+                raise SavedStateError(f"{path} holds a {what}, not a session. Give a file that Session.save() wrote.")
+            self._identity().refuse_other(facts["model"], path)
+            if states:
+                self._prompts.check(facts["tokens"], reply=0)  # the context may be a smaller one
+                self._lease.begin(len(facts["tokens"]))
+                self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
+            self.messages, self._text = facts["messages"], facts["text"]
+
+    @contextmanager
+    def _between_turns(self) -> Iterator[None]:
+        if not self._turn_lock.acquire(blocking=False):
+            raise RequestError(BUSY)
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
 
     def _turn_tokens(self, prompt: str) -> list[int]:
         """All tokens of the conversation with `prompt` at its end."""

@@ -296,12 +296,12 @@ def test_a_folder_that_cannot_be_made_or_written_to(
     (tmp_path / "file").write_text("x")
     with pytest.raises(SavedStateError, match="cannot be made"):
         PrefixStore("1GB", folder=tmp_path / "file")
-    store = PrefixStore("1GB", folder=tmp_path / "states")
-    (tmp_path / "states").rmdir()
-    decoder = make_decoder(models["qwen3_moe"], store)
-    store._forest._folder.path.mkdir()  # type: ignore[union-attr]
-    monkeypatch.setattr("mlxmoe.kv.file.os.replace", lambda *_: None, raising=False)
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    decoder = make_decoder(models["qwen3_moe"], PrefixStore("1GB", folder=tmp_path / "states"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
     _, found = answer(decoder, LONG)
     assert mx.array_equal(found, answer(make_decoder(models["qwen3_moe"], None), LONG)[1])
     assert "not kept on disk" in caplog.text

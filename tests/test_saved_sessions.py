@@ -249,8 +249,9 @@ def test_a_stream_under_way_is_not_saved(demo: Engine, tmp_path: Path) -> None:
     session = demo.session()
     stream = session.stream("In the beginning", max_tokens=5)
     next(stream)
-    with pytest.raises(RequestError, match="still streaming"):
-        session.save(tmp_path / "saved")
+    for use in (session.save, session.become):
+        with pytest.raises(RequestError, match="still streaming"):
+            use(tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []
     for _ in stream:
         pass
