@@ -8,6 +8,9 @@ this prompt would have been divided too: after a multiple of `chunk_tokens`, or,
 same, before that one. Then the cache is to the bit what the fresh prefill would have made, and so is all that comes
 after. With `exact=False` the longest common beginning is used wherever it ends, and replies are kept as well: the
 logits agree with a fresh prefill's within rounding only.
+
+A fresh prefill is one with as many expert slots: where their number decides which kernel computes (Metal, several
+tokens), the bits are those of the prefill that was stored.
 """
 
 from __future__ import annotations
