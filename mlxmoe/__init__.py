@@ -21,8 +21,10 @@ from mlxmoe.errors import (
     PromptError,
     RequestError,
     SamplingError,
+    SavedStateError,
     UnsupportedModelError,
 )
+from mlxmoe.kv.prefix import PrefixStats, PrefixStore
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Reading
@@ -50,10 +52,13 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "Plan",
+    "PrefixStats",
+    "PrefixStore",
     "PromptError",
     "Reading",
     "RequestError",
     "SamplingError",
+    "SavedStateError",
     "Session",
     "UnsupportedModelError",
     "__version__",

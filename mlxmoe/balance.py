@@ -150,15 +150,25 @@ class Room:
 
 
 class Balance:
-    """Room and guard together: what the token loop, the requests and the engine ask of them."""
+    """Room and guard together: what the token loop, the requests and the engine ask of them.
+
+    `spare`: what is given back before expert slots are, the cheapest first.
+    """
 
     def __init__(
-        self, room: Room, *, reader: MemoryReader | None = None, on_event: Callable[[MemoryEvent], None] | None = None
+        self,
+        room: Room,
+        *,
+        reader: MemoryReader | None = None,
+        on_event: Callable[[MemoryEvent], None] | None = None,
+        spare: Sequence[Reclaim] = (),
     ) -> None:
         self._room = room
         self._reports = MemoryReader()  # its own: each reader compares with its last reading
         cache = Reclaim("the expert cache", room.shrink_step, room.shrink_all)
-        self.guard = Guard((reader or MemoryReader()).read, release_freed, [cache], room.grow, on_event=on_event)
+        self.guard = Guard(
+            (reader or MemoryReader()).read, release_freed, [*spare, cache], room.grow, on_event=on_event
+        )
         self._watch = Watch(self.guard)
 
     @property

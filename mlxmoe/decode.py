@@ -20,6 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import EngineClosedError, MemoryPressureError
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.kv.prefix import Prefixes, PrefixRun
+from mlxmoe.kv.state import CacheState, form, put, take
 from mlxmoe.sampling import Sampled, Sampler
 
 POOL_TOKENS = (
@@ -55,12 +57,21 @@ class Decoder:
     """
 
     def __init__(
-        self, model: nn.Module, experts: ExpertCache, *, chunk_tokens: int, upkeep: Upkeep | None = None
+        self,
+        model: nn.Module,
+        experts: ExpertCache,
+        *,
+        chunk_tokens: int,
+        upkeep: Upkeep | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self._upkeep = upkeep
         self._model: nn.Module | None = model
         self._experts = experts
+        self._prefixes = prefixes
+        if prefixes is not None:
+            form(self.new_cache())  # raises for a cache class whose state cannot be kept
 
     @property
     def model(self) -> nn.Module:
@@ -82,6 +93,30 @@ class Decoder:
         """An empty cache as the model's definition makes it."""
         return list(make_prompt_cache(self.model))
 
+    def states(self, cache: Cache) -> list[CacheState]:
+        """The states of `cache`, to be saved. Raises SavedStateError for a class that is not known."""
+        with self._experts.passes.one():
+            return take(cache)
+
+    def restored_cache(self, states: Sequence[CacheState]) -> Cache:
+        """A cache that has seen what `states` say. Raises SavedStateError if they do not fit this model's caches."""
+        cache = self.new_cache()
+        with self._experts.passes.one():
+            put(states, cache)
+        return cache
+
+    def reuse(self, tokens: Sequence[int], cache: Cache) -> PrefixRun | None:
+        """Let the empty `cache` see what a prefix store has of the prompt `tokens`; None without a store."""
+        if self._prefixes is None:
+            return None
+        with self._pass():
+            return self._prefixes.begin(tokens, cache)
+
+    def note_reply(self, run: PrefixRun, tokens: Sequence[int], cache: Cache) -> None:
+        """Keep for other prompts that `cache` has seen `tokens` of a reply, where the store keeps such."""
+        with self._pass():
+            run.note_reply(tokens, cache)
+
     def generate(self, prompt: Sequence[int], cache: Cache, sampler: Sampler) -> Iterator[Sampled]:
         """Tokens without end after `prompt`, of which `cache` has seen all but the last. Modifies `cache`.
 
@@ -102,8 +137,8 @@ class Decoder:
             if len(history) % POOL_TOKENS == 0:
                 mx.clear_cache()
 
-    def prefill(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`.
+    def prefill(self, tokens: Sequence[int], cache: Cache, run: PrefixRun | None = None) -> None:
+        """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`. `run`: where what it sees is kept for others.
 
         Raises MemoryPressureError where memory ran short and nothing is left to give.
         """
@@ -113,6 +148,8 @@ class Decoder:
                 chunk = tokens[done : done + self._chunk_size()]
                 model(mx.array([chunk]), cache=cache)
                 mx.eval([entry.state for entry in cache])
+                if run is not None:
+                    run.note(chunk, cache)
             done += len(chunk)
             mx.clear_cache()
             if self.must_finish:

@@ -15,8 +15,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
+from mlxmoe.identity import ModelIdentity, identify
+from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.loading import LoadedModel, load_folder
-from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
 from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes, working_set_bytes
@@ -39,6 +41,7 @@ def load(
     experts: int | float | str = "auto",
     memory: int | str | None = None,
     context: int | None = None,
+    prefixes: PrefixStore | int | str | None = None,
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
@@ -53,6 +56,8 @@ def load(
     - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a
       reserve.
     - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits.
+    - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
+      earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
@@ -64,6 +69,9 @@ def load(
     """
     memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
+    store = prefixes if prefixes is None or isinstance(prefixes, PrefixStore) else PrefixStore(prefixes)
+    if store is not None:
+        memory_bytes = store.memory_beside(memory_bytes)
     folder = resolve(model, revision, progress)
     loaded = load_folder(
         folder,
@@ -77,7 +85,14 @@ def load(
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
-    return Engine(loaded, wired=wired, on_memory=on_memory)
+    return Engine(
+        loaded,
+        adapter=None if adapter is None else Path(adapter).expanduser(),
+        prefixes=store,
+        owns_prefixes=store is not prefixes,
+        wired=wired,
+        on_memory=on_memory,
+    )
 
 
 class Engine:
@@ -90,6 +105,9 @@ class Engine:
         self,
         loaded: LoadedModel,
         *,
+        adapter: Path | None = None,
+        prefixes: PrefixStore | None = None,
+        owns_prefixes: bool = False,
         chunk_tokens: int | None = None,
         wired: bool = False,
         on_memory: Callable[[MemoryEvent], None] | None = None,
@@ -98,13 +116,20 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self._experts = loaded.experts
+        chunk_tokens = chunk_tokens or loaded.plan.chunk_tokens
+        self._adapter = adapter
+        self._identity: ModelIdentity | None = None
+        self._prefixes = prefixes
+        self._owns_prefixes = owns_prefixes
+        stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
+        spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
         self._limits = [hold_pool(loaded.plan.pool_bytes)]
         if wired and (held := hold_wired(loaded.plan.memory_bytes, working_set_bytes())):
             self._limits.append(held)
-        self._balance = Balance(room, on_event=on_memory)
+        self._balance = Balance(room, on_event=on_memory, spare=spare)
         self._decoder = Decoder(
-            loaded.model, loaded.experts, chunk_tokens=chunk_tokens or loaded.plan.chunk_tokens, upkeep=self._balance
+            loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance, prefixes=stored
         )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
@@ -165,7 +190,17 @@ class Engine:
     def session(self, system: str | None = None) -> Session:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
         self._decoder.new_cache()  # raises if the engine is closed
-        return Session(self._replier, self._prompts, self._balance.lease(), system)
+        return Session(self._replier, self._prompts, self._balance.lease(), system, self._identify)
+
+    def restore(self, path: str | Path) -> Session:
+        """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
+
+        Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
+        that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
+        """
+        session = self.session()
+        session.become(path)
+        return session
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """The logits `[len(tokens), vocab]` after each of `tokens`, by the very passes that `stream` makes.
@@ -201,6 +236,7 @@ class Engine:
                 for layer in self._experts.layers
             ),
             self._balance.guard.events,
+            None if self._prefixes is None else self._prefixes.stats(),
         )
 
     def memory(self) -> MemoryUse:
@@ -221,6 +257,8 @@ class Engine:
             limit.undo()
         self._decoder.close()
         self._experts.close()
+        if self._prefixes is not None and self._owns_prefixes:
+            self._prefixes.shrink()
         mx.clear_cache()
 
     def __enter__(self) -> Engine:
@@ -228,3 +266,9 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _identify(self) -> ModelIdentity:
+        """Looked up when it is first asked for: it reads a page of each tensor."""
+        if self._identity is None:
+            self._identity = identify(self.path, self._adapter, self._experts.files)
+        return self._identity

@@ -12,6 +12,7 @@
     ├── RequestError                what was asked of a loaded model makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
     │   └── SamplingError             a sampling value outside its range
+    ├── SavedStateError             a saved session cannot be written, or is torn, of another model or version
     └── EngineClosedError           the engine was closed
 
 A message says what was asked, what stood in the way with its numbers, and what to do next.
@@ -72,6 +73,10 @@ class PromptError(RequestError):
 
 class SamplingError(RequestError):
     """A sampling value outside its range."""
+
+
+class SavedStateError(MlxMoeError):
+    """A saved session or state cannot be written, or is torn, of another model or of another version."""
 
 
 class EngineClosedError(MlxMoeError):

@@ -31,8 +31,9 @@ class Chunk:
     `logprob`: its log-probability before temperature and filters. `finish_reason`: None but for the last chunk:
     "stop" (end of text, or a stop string), "length" (max_tokens, or the context is full) or "memory" (the machine ran
     short of it; where that was before the first token, the only chunk has no text and `token` is -1).
-    `prompt_tokens`, `generated_tokens`: tokens in the prompt, and so far in the reply. `ttft_s`: seconds to the first
-    token. `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
+    `prompt_tokens`, `generated_tokens`: tokens in the prompt, and so far in the reply. `reused_tokens`: those of the
+    prompt that a session or a prefix store had, and that were not prefilled. `ttft_s`: seconds to the first token.
+    `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
     experts asked for since this reply began that were in a slot; 1 where all are resident. `peak_memory_bytes`: the
     most MLX has held since the process began.
     """
@@ -42,6 +43,7 @@ class Chunk:
     logprob: float
     finish_reason: FinishReason | None
     prompt_tokens: int
+    reused_tokens: int
     generated_tokens: int
     ttft_s: float
     prompt_tokens_per_s: float
@@ -118,15 +120,19 @@ class Replier:
         if self._context is not None:
             room = min(room, self._context - len(tokens))
         lease.begin(len(tokens) + room)
-        meter = _Meter(self._lookups, len(tokens), len(tokens) - seen)
+        meter = _Meter(self._lookups, len(tokens))
+        run = self.decoder.reuse(tokens, cache) if seen == 0 else None
+        meter.reused = seen = seen if run is None else run.seen
         sampler = Sampler(settings.sampling)
+        said: list[int] = []
         try:
-            self.decoder.prefill(tokens[seen:-1], cache)
+            self.decoder.prefill(tokens[seen:-1], cache, run)
         except MemoryPressureError:
             yield Chunk("", -1, 0.0, "memory", **meter.reading())
             return
         for sampled in self.decoder.generate(tokens, cache, sampler):
             meter.count()
+            said.append(sampled.token)
             ended = self.ends_text(sampled.token)
             shown = "" if ended else text.add(sampled.token)
             full, short = meter.generated == room, self.decoder.must_finish
@@ -140,6 +146,8 @@ class Replier:
             heard(sampled.token, shown)
             yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
             if reason is not None:
+                if run is not None:
+                    self.decoder.note_reply(run, [*tokens[-1:], *said[:-1]], cache)
                 return
 
     def ends_text(self, token: int) -> bool:
@@ -150,11 +158,11 @@ class Replier:
 class _Meter:
     """Times and counts of one reply."""
 
-    def __init__(self, lookups: Callable[[], tuple[int, int]], prompt_tokens: int, prefilled_tokens: int) -> None:
+    def __init__(self, lookups: Callable[[], tuple[int, int]], prompt_tokens: int) -> None:
         self._lookups = lookups
         self._hits, self._misses = lookups()
         self._prompt_tokens = prompt_tokens
-        self._prefilled_tokens = prefilled_tokens
+        self.reused = 0
         self._start = self._first = self._last = time.perf_counter()
         self.generated = 0
 
@@ -170,9 +178,10 @@ class _Meter:
         ttft_s, decode_s = self._first - self._start, self._last - self._first
         return {
             "prompt_tokens": self._prompt_tokens,
+            "reused_tokens": self.reused,
             "generated_tokens": self.generated,
             "ttft_s": ttft_s,
-            "prompt_tokens_per_s": self._prefilled_tokens / ttft_s if ttft_s > 0 else 0.0,
+            "prompt_tokens_per_s": (self._prompt_tokens - self.reused) / ttft_s if ttft_s > 0 else 0.0,
             "tokens_per_s": (self.generated - 1) / decode_s if decode_s > 0 else 0.0,
             "expert_hit_rate": hit_rate(hits - self._hits, misses - self._misses),
             "peak_memory_bytes": mx.get_peak_memory(),

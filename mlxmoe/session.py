@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache
-from mlxmoe.errors import PromptError, RequestError
+from mlxmoe.errors import PromptError, RequestError, SavedStateError
+from mlxmoe.identity import ModelIdentity
+from mlxmoe.kv.file import read_states, write_states
 from mlxmoe.prompts import PromptEncoder
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.text import common_length
@@ -18,6 +23,7 @@ from mlxmoe.text import common_length
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+WHAT = "session"  # among the states that files hold
 BUSY = "This session is still streaming a reply. Finish or close that stream, or open another session."
 
 
@@ -29,12 +35,20 @@ class Session:
     one that streamed nothing leaves no trace.
     """
 
-    def __init__(self, replier: Replier, prompts: PromptEncoder, lease: Lease, system: str | None) -> None:
+    def __init__(
+        self,
+        replier: Replier,
+        prompts: PromptEncoder,
+        lease: Lease,
+        system: str | None,
+        identity: Callable[[], ModelIdentity],
+    ) -> None:
         if system is not None and not prompts.has_chat_template:
             raise PromptError("This model has no chat template, so it takes no system message.")
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._replier = replier
         self._prompts = prompts
+        self._identity = identity
         self._text: list[int] = []  # the whole text's tokens, where there is no chat template
         self._lease = lease
         self._cache: Cache | None = None
@@ -54,6 +68,48 @@ class Session:
     def generate(self, prompt: str, **options: Unpack[ReplyOptions]) -> str:
         """The whole reply as text; takes what `stream` takes."""
         return "".join(chunk.text for chunk in self.stream(prompt, **options))
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation and its KV cache to the file `path`; `Engine.restore(path)` goes on bit-identically.
+
+        The file takes its place when it is whole and on the drive: a file that was there before is not lost to a
+        full disk or a power cut. Raises RequestError while a reply is being streamed, SavedStateError if it cannot be
+        written, or if the model keeps a cache of a class that is not known.
+        """
+        path = Path(path).expanduser()
+        with self._between_turns():
+            facts = {
+                "what": WHAT,
+                "model": asdict(self._identity()),
+                "messages": self.messages,
+                "text": self._text,
+                "tokens": self._cached if self._cache is not None else [],
+            }
+            states = [] if self._cache is None else self._replier.decoder.states(self._cache)
+            write_states(path, facts, states)
+
+    def become(self, path: str | Path) -> None:
+        """Be the conversation that `save` wrote to the file `path`: what Engine.restore asks of a new session."""
+        path = Path(path).expanduser()
+        with self._between_turns():
+            facts, states = read_states(path)
+            if (what := facts.get("what")) != WHAT:
+                raise SavedStateError(f"{path} holds a {what}, not a session. Give a file that Session.save() wrote.")
+            self._identity().refuse_other(facts["model"], path)
+            if states:
+                self._prompts.check(facts["tokens"], reply=0)  # the context may be a smaller one
+                self._lease.begin(len(facts["tokens"]))
+                self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
+            self.messages, self._text = facts["messages"], facts["text"]
+
+    @contextmanager
+    def _between_turns(self) -> Iterator[None]:
+        if not self._turn_lock.acquire(blocking=False):
+            raise RequestError(BUSY)
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
 
     def _turn_tokens(self, prompt: str) -> list[int]:
         """All tokens of the conversation with `prompt` at its end."""

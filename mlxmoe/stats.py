@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxmoe.kv.prefix import PrefixStats
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Reading
@@ -28,10 +29,14 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """All MoE layers, and their sums. `memory_events`: what the memory guard did lately, the oldest first."""
+    """All MoE layers, and their sums.
+
+    `memory_events`: what the memory guard did lately, the oldest first. `prefixes`: the prefix store's, if any.
+    """
 
     layers: tuple[LayerStats, ...]
     memory_events: tuple[MemoryEvent, ...] = ()
+    prefixes: PrefixStats | None = None
 
     @property
     def hits(self) -> int:
@@ -56,8 +61,14 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {name: getattr(self, name) for name in ("hits", "misses", "evictions", "bytes_read", "hit_rate")}
+        prefixes = None if self.prefixes is None else self.prefixes.as_dict()
         events = [event.as_dict() for event in self.memory_events]
-        return {**sums, "layers": [asdict(layer) for layer in self.layers], "memory_events": events}
+        return {
+            **sums,
+            "layers": [asdict(layer) for layer in self.layers],
+            "memory_events": events,
+            "prefixes": prefixes,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ FLOORS = [
     ["verify", "engine", "doctor"],
     ["session"],
     ["reply", "loading"],
-    ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients"],
-    ["growth", "sampling", "registry", "experts"],
+    ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
+    ["growth", "sampling", "registry", "experts", "kv"],
     ["memory"],
     ["errors"],
 ]

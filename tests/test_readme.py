@@ -51,8 +51,8 @@ def test_a_command_of_the_readme_runs(command: str) -> None:
 
 
 @pytest.mark.parametrize("program", blocks("python"))
-def test_a_program_of_the_readme_runs_with_the_demo_model(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+def test_a_program_of_the_readme_runs_with_the_demo_model(program: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

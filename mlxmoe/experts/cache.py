@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +15,7 @@ import mlx.nn as nn
 from mlxmoe.experts.bank import BankCounters, ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
 from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank, expert_homes
+from mlxmoe.experts.safetensors import FileState
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
 
@@ -57,6 +59,11 @@ class ExpertCache:
     def nbytes(self) -> int:
         """Bytes of all slots, and of the layers that are resident."""
         return sum(self._slots_and_bytes(layer)[1] for layer in self.layers)
+
+    @property
+    def files(self) -> Mapping[Path, FileState]:
+        """Each weight file's state when its header was read."""
+        return self._reader.files
 
     def lookups(self) -> tuple[int, int]:
         """Hits and misses of all layers so far."""

@@ -98,6 +98,11 @@ class ExpertReader:
         self._closed = False
         weakref.finalize(self, _close_descriptors, self._descriptors)
 
+    @property
+    def files(self) -> Mapping[Path, FileState]:
+        """Each file's state when its header was read."""
+        return self._states
+
     def read(self, pieces: Sequence[Piece]) -> None:
         """Fill every piece's target. Modifies the targets; on an error their contents are undefined.
 

@@ -1,0 +1,108 @@
+"""Which model this is, so that a state made by another one is not taken for its own. Knows files, no MLX.
+
+The digest covers what makes the numbers: config.json, the model's own code if it brings any, every tensor's name,
+dtype and shape, and a page from the middle of each tensor; of an adapter the same. Reading all of a model that is
+larger than memory would take minutes. A page of each tensor tells fine-tunes of one model apart, which have the same
+headers; an edit by hand that leaves all those pages alone is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlxmoe.errors import CheckpointError, SavedStateError
+from mlxmoe.experts.safetensors import FileState, TensorInfo, read_checkpoint, read_header
+
+SAMPLE_BYTES = 4096  # of each tensor: what the drive reads at least
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """`name`: hub id or folder; `revision`: the hub's commit, None for a folder; `adapter`: its folder's name.
+
+    `mlx_lm`: the version whose definition and caches are used. `digest`: of the model's content.
+    """
+
+    name: str
+    revision: str | None
+    adapter: str | None
+    mlx_lm: str
+    digest: str
+
+    def __str__(self) -> str:
+        revision = f" at revision {self.revision}" if self.revision else ""
+        adapter = f" with adapter {self.adapter}" if self.adapter else ""
+        return f"{self.name}{revision}{adapter} ({self.digest[:12]})"
+
+    @property
+    def content(self) -> dict[str, str]:
+        """What tells it from any other, wherever it lies and whatever it is called."""
+        return {"digest": self.digest, "mlx_lm": self.mlx_lm}
+
+    def refuse_other(self, saved: Mapping[str, Any], path: Path) -> None:
+        """Raise SavedStateError if the identity that `path` names, `saved`, is not this one; names may differ."""
+        other = ModelIdentity(**saved)
+        if other.digest != self.digest:
+            raise SavedStateError(
+                f"{path} was saved with {other}, but the model loaded is {self}. Load the model that it "
+                f"was saved with."
+            )
+        if other.mlx_lm != self.mlx_lm:
+            raise SavedStateError(
+                f"{path} was saved with mlx-lm {other.mlx_lm}, and mlx-lm {self.mlx_lm} is installed, whose caches "
+                f"may differ. Install mlx-lm {other.mlx_lm}, or begin anew."
+            )
+
+
+def identify(folder: Path, adapter: Path | None, loaded: Mapping[Path, FileState]) -> ModelIdentity:
+    """The identity of the model in `folder`; `loaded`: its weight files' states when it was loaded.
+
+    Raises CheckpointError if they have changed since, or cannot be read.
+    """
+    checkpoint = read_checkpoint(folder)
+    if changed := [file for file, state in loaded.items() if checkpoint.files.get(file) != state]:
+        raise CheckpointError(f"{changed[0]} has changed since the model was loaded. Load it again.")
+    digest = hashlib.sha256()
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        if code := config.get("model_file"):
+            digest.update((folder / code).read_bytes())
+        _sample(checkpoint.tensors.values(), digest)
+        if adapter is not None:
+            digest.update((adapter / "adapter_config.json").read_bytes())
+            _sample(read_header(adapter / "adapters.safetensors")[1].values(), digest)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The files of {folder} cannot be read any more: {error}. Load it again.") from error
+    name, revision = _name(folder)
+    return ModelIdentity(name, revision, adapter.name if adapter else None, version("mlx-lm"), digest.hexdigest())
+
+
+def _sample(tensors: Iterable[TensorInfo], digest: Any) -> None:
+    """Tell `digest` of each tensor, by name, whatever file it is in and wherever it lies there."""
+    opened: dict[Path, int] = {}
+    try:
+        for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+            if tensor.file not in opened:
+                opened[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+            middle = max(0, tensor.nbytes - SAMPLE_BYTES) // 2
+            page = os.pread(opened[tensor.file], min(tensor.nbytes, SAMPLE_BYTES), tensor.offset + middle)
+            digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape, len(page)]).encode() + page)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def _name(folder: Path) -> tuple[str, str | None]:
+    """The hub's id and commit, where `folder` is a snapshot in its cache; else the folder's name."""
+    repo = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repo.startswith("models--"):
+        return repo.removeprefix("models--").replace("--", "/"), folder.name
+    return folder.name, None

@@ -1,0 +1,110 @@
+"""A folder of states that a prefix store keeps on disk, within a limit of bytes. Knows files and keys, not tokens.
+
+Each state is a file named by its key. Two processes may use one folder: files take their place whole, and one that is
+gone or torn is no more than a state that is not there. Nothing but files of such names is ever read or removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxmoe.errors import SavedStateError
+from mlxmoe.kv.file import read_facts, read_states, write_states
+from mlxmoe.kv.state import CacheState
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 2**14  # about what a file has beside its arrays
+_NAME = re.compile(r"[0-9a-f]{64}\.prefix")
+
+
+class StateFolder:
+    """The states in folder `path`, which is made if need be. Files that were not used for longest go first.
+
+    Raises SavedStateError if there can be no such folder.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self.path = path
+        self._limit_bytes = limit_bytes
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SavedStateError(
+                f"{path} cannot be made: {error.strerror or error}. Choose another folder."
+            ) from error
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """The facts of each state by its key, read from the files' headers alone; what is torn is removed."""
+        found = {}
+        for file in self._files():
+            try:
+                found[file.stem] = read_facts(file)
+            except SavedStateError as error:
+                self._lose(file, error)
+        return found
+
+    def write(self, key: str, facts: Mapping[str, Any], states: Sequence[CacheState]) -> bool:
+        """Keep `states` under `key`; False, with a warning, if they cannot be written or are over the limit."""
+        nbytes = sum(state.nbytes for state in states) + HEADER_BYTES
+        if nbytes > self._limit_bytes:
+            return False
+        self._make_room(nbytes)
+        try:  # not durable: a file that a power cut tore is noticed by its digest
+            write_states(self._file(key), {**facts, "key": key}, states, durable=False)
+        except SavedStateError as error:
+            logger.warning("A prompt's state is not kept on disk. %s", error)
+            return False
+        self._make_room(0)
+        return self._file(key).exists()
+
+    def read(self, key: str) -> list[CacheState] | None:
+        """The states under `key`; None, with a warning, if they are gone or torn."""
+        try:
+            facts, states = read_states(self._file(key))
+        except SavedStateError as error:
+            self._lose(self._file(key), error)
+            return None
+        return states if facts.get("key") == key else None
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Say that the states under `keys` were used, the last of them last."""
+        for number, key in enumerate(keys, time.time_ns()):  # their order must show however coarse the clock is
+            try:
+                os.utime(self._file(key), ns=(number, number))
+            except OSError:  # gone: whoever wants to read it will notice
+                continue
+
+    def remove(self, key: str) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{key}.prefix"
+
+    def _files(self) -> list[Path]:
+        return [file for file in self.path.iterdir() if _NAME.fullmatch(file.name)]
+
+    def _make_room(self, nbytes: int) -> None:
+        sizes: dict[Path, os.stat_result] = {}
+        for file in self._files():
+            try:
+                sizes[file] = file.stat()
+            except FileNotFoundError:  # another process made room
+                continue
+        total = sum(stat.st_size for stat in sizes.values()) + nbytes
+        for file in sorted(sizes, key=lambda file: sizes[file].st_mtime_ns):
+            if total <= self._limit_bytes:
+                return
+            file.unlink(missing_ok=True)
+            total -= sizes[file].st_size
+
+    def _lose(self, file: Path, error: SavedStateError) -> None:
+        if file.exists():
+            logger.warning("A prompt's state on disk is of no use and is removed. %s", error)
+            file.unlink(missing_ok=True)
