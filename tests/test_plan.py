@@ -176,6 +176,20 @@ def test_a_kv_cache_with_windows_stops_growing() -> None:
     assert kv.tokens_in(9137) == 0
 
 
+def test_a_refusal_names_the_nearest_that_would_fit() -> None:
+    kv = KVBytes(step_bytes=1000)
+    with pytest.raises(MemoryBudgetError, match="What would fit: experts='auto' with context=2048") as caught:
+        plan(memory_bytes=18_000, kv=kv, context=4096)
+    assert "16.0 kB KV cache for 4096 tokens" in str(caught.value)
+    assert plan(memory_bytes=18_000, kv=kv, context=2048).context == 2048
+    with pytest.raises(MemoryBudgetError, match="What would fit: experts='auto' with context=64"):
+        plan(memory_bytes=18_000, experts="all")
+    with pytest.raises(MemoryBudgetError, match=r"least that would do is memory=1MB .* context=256: give it more"):
+        plan(memory_bytes=1000, context=300)
+    least = plan(memory_bytes=10**6, context=256)
+    assert least.context == 256
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("12GB", 12 * 10**9), ("1.5 GiB", 3 * 2**29), ("100", 100), (" 7kb ", 7000), (5, 5), ("0.5M", 500_000)],

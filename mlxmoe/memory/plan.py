@@ -220,7 +220,11 @@ def make_plan(
             if context is not None or not split.halve_context():
                 break  # it may fit even so, with little left for experts
     if trunk_bytes + split.nbytes + least > memory_bytes:
-        raise MemoryBudgetError(_too_little(experts, memory_bytes, trunk_bytes, least, split))
+        said = _too_little(experts, memory_bytes, trunk_bytes, least, split)
+        split = _Split(context or model_context, kv, prefill, pool_bytes)
+        if context is None:
+            split.shrink_context((room - floor) // 4)
+        raise MemoryBudgetError(f"{said} {_nearest(split, trunk_bytes, floor, memory_bytes, floor == total)}")
     plan = Plan(
         trunk_bytes=trunk_bytes,
         expert_bytes=total,
@@ -306,8 +310,25 @@ def _too_little(experts: int | float | str, memory_bytes: int, trunk_bytes: int,
         f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
         f"{format_bytes(split.kv_bytes)} KV cache for {split.context or 'any'} tokens, "
         f"{format_bytes(split.prefill_bytes + split.pool_bytes)} for prefill and {format_bytes(least)} for {what} "
-        f"need {format_bytes(need)}. Lower experts= or context=, raise memory= if the machine has more to give, or "
-        f"take a smaller model."
+        f"need {format_bytes(need)}."
+    )
+
+
+def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int, resident: bool) -> str:
+    """The largest context that would fit with the fewest experts, or the least memory that would do.
+
+    Modifies `split`.
+    """
+    while True:
+        split.take_chunk(memory_bytes - trunk_bytes - split.kv_bytes - floor, resident=resident)
+        need = trunk_bytes + split.nbytes + floor
+        if need <= memory_bytes:
+            return f"What would fit: experts='auto' with context={split.context or KV_STEP}."
+        if not split.halve_context():
+            break
+    return (
+        f"The least that would do is memory={-(-need // 10**6)}MB with experts='auto' and "
+        f"context={split.context or KV_STEP}: give it more if the machine has more, or take a smaller model."
     )
 
 
