@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, MemoryPressureError, UnsupportedModelError
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, UnsupportedModelError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
 from mlxmoe.memory.plan import KVBytes, Plan, divide_slots, replan
@@ -52,14 +52,18 @@ class Room:
         self.kv = kv
         self._experts = experts
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._leases_lock = threading.RLock()  # held for moments only
+        self._lock = threading.RLock()  # held while banks are resized
         self._shrinks = True  # until it turns out that the experts cannot be read in place
 
     @property
     def leased_bytes(self) -> int:
         """KV of all requests under way and sessions: what their caches may grow to."""
-        with self._lock:
-            return sum(lease.nbytes for lease in self._leases)
+        return sum(lease.nbytes for lease in self._alive())
+
+    def refuse_within(self) -> None:
+        """Raise RequestError within a pass of this thread: another may hold the lock, and wait for that pass."""
+        self._experts.passes.refuse_within()
 
     def hold(self, lease: Lease, tokens: int) -> int:
         """Let `lease` hold a cache of `tokens`; returns the bytes that expert slots gave for it.
@@ -68,17 +72,19 @@ class Room:
         """
         nbytes = self.kv.of(tokens)
         with self._lock:
-            others = [other.nbytes for other in self._leases if other is not lease and other.nbytes]
+            others = [other.nbytes for other in self._alive() if other is not lease and other.nbytes]
             banks = self._bank_bytes_beside(sum(others) + nbytes)
             given = self._shrink(self._experts.nbytes - banks) if banks >= self._floor_bytes else 0
             if self._experts.nbytes > banks:
                 raise MemoryBudgetError(self._no_room(tokens, nbytes, others))
-            self._leases.add(lease)
+            with self._leases_lock:
+                self._leases.add(lease)
             lease.nbytes = nbytes
             return given
 
     def resize(self, experts: int | float | str) -> None:
         """Plan anew with `experts`, and have its slots now. Raises what the plan and the banks raise."""
+        self.refuse_within()
         with self._lock:
             plan = replan(self.plan, self._experts.layers, experts)
             room = max(self._floor_bytes, self._bank_bytes_beside(self.leased_bytes))
@@ -95,16 +101,21 @@ class Room:
         return self._shrink(self._experts.nbytes)
 
     def grow(self, most_bytes: int) -> int:
-        """Take a step towards the planned slots, within `most_bytes` and what requests leave; returns the bytes."""
+        """Take a step towards the planned slots, within `most_bytes` and what requests leave; returns the bytes.
+
+        Raises CheckpointReadError where a layer that is to hold all its experts cannot be filled.
+        """
         with self._lock:
             now = self._experts.nbytes
             room = min(most_bytes, self._step_bytes, self._bank_bytes_beside(self.leased_bytes) - now)
-            try:
-                if room > 0:
-                    self._experts.resize(self._experts.grown(self.plan.slots, room))
-            except CheckpointReadError:  # whoever needs those experts meets it too, and is told
-                logger.exception("A layer could not be filled with its experts.")
+            slots = self._experts.grown(self.plan.slots, room)
+            if slots != self._experts.slots:
+                self._experts.resize(slots)
             return self._experts.nbytes - now
+
+    def _alive(self) -> list[Lease]:
+        with self._leases_lock:
+            return list(self._leases)
 
     @property
     def _step_bytes(self) -> int:
@@ -159,16 +170,13 @@ class Balance:
         self,
         room: Room,
         *,
-        reader: MemoryReader | None = None,
         on_event: Callable[[MemoryEvent], None] | None = None,
         spare: Sequence[Reclaim] = (),
     ) -> None:
         self._room = room
         self._reports = MemoryReader()  # its own: each reader compares with its last reading
         cache = Reclaim("the expert cache", room.shrink_step, room.shrink_all)
-        self.guard = Guard(
-            (reader or MemoryReader()).read, release_freed, [*spare, cache], room.grow, on_event=on_event
-        )
+        self.guard = Guard(MemoryReader().read, release_freed, [*spare, cache], room.grow, on_event=on_event)
         self._watch = Watch(self.guard)
 
     @property
@@ -194,6 +202,7 @@ class Balance:
 
     def admit(self, lease: Lease, tokens: int) -> None:
         """Lease.begin's work."""
+        self._room.refuse_within()
         self.guard.check()
         if self.guard.restricts:
             raise MemoryPressureError(
@@ -233,5 +242,5 @@ class Balance:
         return CHUNK_TOKENS_UNDER_PRESSURE if self.guard.restricts else None
 
     def close(self) -> None:
-        """End the watching thread. May be called twice."""
+        """End the watching thread, once what it does is done. May be called twice."""
         self._watch.close()

@@ -3,8 +3,9 @@
 Legend: T tokens, V vocabulary.
 
 The prompt is divided as mlx-lm divides it (all but its last token in chunks, the last one alone), so that every
-matrix product has the same shape and the words are mlx-lm's. Unlike mlx-lm's loop this one is not a step ahead: a
-token is handed out before the next forward pass begins, because here a pass can wait for the disk.
+matrix product has the same shape and the words are mlx-lm's, with its `prefill_step_size` as our `chunk_tokens`.
+Unlike mlx-lm's loop this one is not a step ahead: a token is handed out before the next forward pass begins, because
+here a pass can wait for the disk.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Decoder:
         self._upkeep = upkeep
         self._model: nn.Module | None = model
         self._experts = experts
+        experts.guard_calls(model)
         self._prefixes = prefixes
         if prefixes is not None:
             form(self.new_cache())  # raises for a cache class whose state cannot be kept
@@ -178,6 +180,8 @@ class Decoder:
 
     @contextmanager
     def _pass(self) -> Iterator[nn.Module]:
+        self._experts.passes.refuse_within()
+        _ = self.model  # raises once it is closed: there is nothing to see to then
         if self._upkeep is not None:
             self._upkeep.before_pass()
         with self._experts.one_pass():

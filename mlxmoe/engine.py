@@ -21,8 +21,8 @@ from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
 from mlxmoe.memory.plan import Plan, expert_budget
-from mlxmoe.memory.reading import usable_bytes, working_set_bytes
-from mlxmoe.memory.sizes import parse_bytes
+from mlxmoe.memory.reading import MemoryReader, reserve_bytes, usable_bytes, working_set_bytes
+from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
 from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
@@ -67,7 +67,12 @@ def load(
 
     Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
     """
-    memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
+    reading = MemoryReader().read()
+    memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
+    if memory is not None and memory_bytes > reading.total_bytes > 0:
+        logger.warning(
+            "memory=%s is more than this machine has (%s): it would swap.", memory, format_bytes(reading.total_bytes)
+        )
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
     store = prefixes if prefixes is None or isinstance(prefixes, PrefixStore) else PrefixStore(prefixes)
     if store is not None:
@@ -77,6 +82,7 @@ def load(
         folder,
         experts=experts,
         memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes(reading) if memory is None else 0,
         context=context,
         progress=progress,
         adapter=None if adapter is None else Path(adapter).expanduser(),
@@ -124,9 +130,9 @@ class Engine:
         stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
         spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
-        self._limits = [hold_pool(loaded.plan.pool_bytes)]
-        if wired and (held := hold_wired(loaded.plan.memory_bytes, working_set_bytes())):
-            self._limits.append(held)
+        self._let_go = [hold_pool(loaded.plan.pool_bytes, self)]
+        if wired:
+            self._let_go.append(hold_wired(loaded.plan.memory_bytes, working_set_bytes(), self))
         self._balance = Balance(room, on_event=on_memory, spare=spare)
         self._decoder = Decoder(
             loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance, prefixes=stored
@@ -251,11 +257,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError."""
-        self._balance.close()
-        for limit in self._limits:
-            limit.undo()
+        """Give back threads, files and memory; may be repeated. Streams under way raise EngineClosedError.
+
+        Raises RequestError, and then nothing has changed, where it is called within a step (by a signal handler).
+        """
         self._decoder.close()
+        self._balance.close()
+        for let_go in self._let_go:
+            let_go()
         self._experts.close()
         if self._prefixes is not None and self._owns_prefixes:
             self._prefixes.shrink()

@@ -55,6 +55,7 @@ def load_folder(
     *,
     experts: int | float | str = "auto",
     memory_bytes: int,
+    reserve_bytes: int = 0,
     context: int | None = None,
     progress: Progress | None = None,
     adapter: Path | None = None,
@@ -69,11 +70,12 @@ def load_folder(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill=lambda chunk, tokens, resident: _prefill_bytes(opened, chunk, tokens, resident),
+        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens),
         context=_asked_context(path, opened.model_context, context),
         model_context=opened.model_context,
         experts=experts,
         memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
     )
     if context is None and plan.context != plan.model_context:
         logger.warning(
@@ -118,11 +120,11 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int, resident: bool) -> int:
-    """Room for one chunk's activations. How many slots there will be is not known yet: half, where it streams."""
+def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int) -> int:
+    """Room for one chunk's activations, however the experts are resized later: half of them in slots, or all."""
     half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    transients = PrefillTransients(opened.model, opened.modules, opened.kv, None if resident else half)
-    return transients.of(chunk_tokens, context)
+    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots) for slots in (half, None))
+    return max(transients.of(chunk_tokens, context) for transients in needs)
 
 
 def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:

@@ -102,24 +102,37 @@ class Replier:
         self._context = context
         self._lookups = lookups
 
-    def stream(
+    def stream(self, tokens: Sequence[int], settings: ReplySettings, cache: Cache, lease: Lease) -> Iterator[Chunk]:
+        """The reply to `tokens`, once there is room for its cache. Modifies `cache`, which is empty.
+
+        Raises what Lease.begin raises.
+        """
+        try:
+            lease.begin(len(tokens) + self.room(tokens, settings))
+            yield from self.reply(tokens, settings, cache)
+        finally:
+            lease.keep(0)
+
+    def room(self, tokens: Sequence[int], settings: ReplySettings) -> int:
+        """The most tokens that a reply to `tokens` may have."""
+        if self._context is None:
+            return settings.max_tokens
+        return min(settings.max_tokens, self._context - len(tokens))
+
+    def reply(
         self,
         tokens: Sequence[int],
         settings: ReplySettings,
         cache: Cache,
-        lease: Lease,
         seen: int = 0,
         heard: Callable[[int, str], None] = lambda token, text: None,
     ) -> Iterator[Chunk]:
         """The reply to `tokens`, of which `cache` has seen the first `seen`. Modifies `cache`.
 
-        `lease`: of the cache. `heard(token, text)` is told each token before its chunk is handed out.
+        `heard(token, text)` is told each token before its chunk is handed out.
         """
         text = TextStream(self._tokenizer, tokens, settings.stop)
-        room = settings.max_tokens
-        if self._context is not None:
-            room = min(room, self._context - len(tokens))
-        lease.begin(len(tokens) + room)
+        room = self.room(tokens, settings)
         meter = _Meter(self._lookups, len(tokens))
         run = self.decoder.reuse(tokens, cache) if seen == 0 else None
         meter.reused = seen = seen if run is None else run.seen

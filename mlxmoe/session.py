@@ -134,9 +134,10 @@ class Session:
         try:
             if len(self.messages) != turn:
                 raise RequestError("The conversation has gone on since this turn was made. Call stream() again.")
+            self._lease.begin(len(tokens) + self._replier.room(tokens, settings))  # may refuse: the cache stays
             cache, seen = self._take_cache(tokens)
             try:
-                yield from self._replier.stream(tokens, settings, cache, self._lease, seen, heard)
+                yield from self._replier.reply(tokens, settings, cache, seen, heard)
             except GeneratorExit:  # left between two passes: the cache is whole
                 self._keep_cache(cache, tokens, said)
                 raise

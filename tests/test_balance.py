@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from conftest import watch_passes
 from hypothesis import given, settings
@@ -27,6 +30,7 @@ from mlxmoe import (
     load,
 )
 from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.layer import switch_modules
 from mlxmoe.memory.guard import GuardTimes
 from mlxmoe.memory.reading import MemoryReader, Pressure
 
@@ -49,22 +53,26 @@ SESSION_PROMPT = "In the beginning"
 
 
 def test_streams_are_bit_identical_through_500_resizes(tiny: Path, expected: list[list[tuple[int, float]]]) -> None:
-    """Several streams and a session by turns, a resize before most of their steps."""
+    """Several streams and sessions by turns, a resize before most of their steps and within their prompts."""
+    prompts = [SESSION_PROMPT, SESSION_PROMPT[::-1]]
     with load(tiny, experts="all") as whole:
-        answers = [*expected, said(whole.session().stream(SESSION_PROMPT, max_tokens=REPLY))]
+        whole._decoder.chunk_tokens = 8
+        answers = [said(whole.stream(prompt, max_tokens=REPLY)) for prompt in PROMPTS]
+        answers += [said(whole.session().stream(prompt, max_tokens=REPLY)) for prompt in prompts]
     resizes = 0
     with load(tiny, experts="50%") as engine:
+        engine._decoder.chunk_tokens = 8
         total, floor = engine.plan.expert_bytes, sum(layer.floor_bytes for layer in engine._experts.layers)
 
         @settings(max_examples=26)
         @given(
-            turns=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(floor, total)), min_size=20),
+            turns=st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(floor, total)), min_size=20),
             sizes=st.lists(st.sampled_from([floor, total // 3, total]), min_size=3),
         )
         def resize_while_streaming(turns: list[tuple[int, int | None]], sizes: list[int]) -> None:
             nonlocal resizes
             streams = [engine.stream(prompt, max_tokens=REPLY) for prompt in PROMPTS]
-            streams.append(engine.session().stream(SESSION_PROMPT, max_tokens=REPLY))
+            streams += [engine.session().stream(prompt, max_tokens=REPLY) for prompt in prompts]
             heard: list[list[tuple[int, float]]] = [[] for _ in streams]
             for position, (turn, size) in enumerate(turns):
                 if (chunk := next(streams[turn], None)) is not None:
@@ -81,6 +89,74 @@ def test_streams_are_bit_identical_through_500_resizes(tiny: Path, expected: lis
 
         resize_while_streaming()
     assert resizes >= 500
+
+
+def test_prompts_are_bit_identical_while_the_engine_is_resized_between_their_chunks(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [(7 * n * n + n) % 2000 for n in range(150)]
+    with load(tiny, experts="all") as engine:
+        engine._decoder.chunk_tokens = 8
+        answer = said(engine.stream(prompt, max_tokens=5))
+        row = engine.logits(prompt)
+    with load(tiny, experts="50%") as engine:
+        engine._decoder.chunk_tokens = 8
+        sizes = itertools.cycle(["25%", "all", 100_000, "60%"])
+        monkeypatch.setattr(engine._balance, "before_pass", lambda: engine.resize(next(sizes)))
+        assert said(engine.stream(prompt, max_tokens=5)) == answer
+        assert mx.array_equal(engine.logits(prompt), row)
+
+
+def test_direct_calls_of_the_model_are_exact_while_others_resize(tiny: Path) -> None:
+    tokens = mx.array([PROMPTS[1]])
+    with load(tiny, experts="all") as engine:
+        expected = engine.model(tokens)
+        mx.eval(expected)
+        stop = threading.Event()
+
+        def resizing() -> None:
+            for size in itertools.cycle(["25%", "all"]):
+                if stop.is_set():
+                    return
+                engine.resize(size)
+
+        thread = threading.Thread(target=resizing)
+        thread.start()
+        try:
+            for _ in range(150):
+                assert mx.array_equal(engine.model(tokens), expected)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_layer_that_waited_for_its_turn_computes_from_what_it_then_is(tiny: Path) -> None:
+    """Two resizes while a direct call of a streaming layer waits: the bank it saw first is gone by then."""
+    with load(tiny, experts="25%") as engine:
+        layer = next(iter(switch_modules(engine.model).values()))
+        x, indices = mx.random.normal((1, 3, 64), key=mx.random.key(1)), mx.array([[[0, 1], [2, 3], [4, 5]]])
+        expected, found = layer(x, indices), []
+        passes = engine._experts.passes
+        plain, waiting = passes.one, threading.Event()
+
+        @contextmanager
+        def one() -> Iterator[None]:
+            if threading.current_thread() is caller:
+                waiting.set()
+                resized.wait(10)
+            with plain():
+                yield
+
+        resized = threading.Event()
+        caller = threading.Thread(target=lambda: found.append(layer(x, indices)))
+        passes.one = one  # type: ignore[method-assign]
+        caller.start()
+        waiting.wait(10)
+        engine.resize("all")
+        engine.resize("25%")
+        resized.set()
+        caller.join()
+        assert mx.array_equal(found[0], expected)
 
 
 def test_a_resize_says_what_it_did_and_what_it_cannot(tiny: Path) -> None:
@@ -126,6 +202,55 @@ def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
         reader._preadv = reading
         assert engine.generate([5, 6, 7], max_tokens=3)
         assert heard
+
+
+def test_closing_or_asking_within_a_step_is_refused_and_hangs_nothing(tiny: Path) -> None:
+    """What a signal handler may do in the middle of a step, while another thread waits to resize."""
+    with load(tiny, experts="50%") as engine:
+        reader, heard, memories = engine._experts._reader, [], []
+        preadv = reader._preadv
+        others: list[threading.Thread] = []
+
+        def reading(*args: Any) -> int:
+            if not others:
+                others.append(threading.Thread(target=engine.resize, args=("25%",)))
+                others[0].start()
+                time.sleep(0.05)  # it holds the room by now, and waits for this pass
+            memories.append(engine.memory().bank_bytes)
+            for use in (engine.close, lambda: engine.generate([5], max_tokens=1), lambda: engine.logits([5])):
+                with pytest.raises(RequestError, match="in the middle of a step"):
+                    use()
+                heard.append(use)
+            return preadv(*args)
+
+        reader._preadv = reading
+        assert len(list(engine.stream([5, 6, 7], max_tokens=3))) == 3
+        reader._preadv = preadv
+        others[0].join(10)
+        assert heard
+        assert memories
+        assert engine._balance._watch._thread.is_alive(), "it was not closed by half"
+        assert engine.plan.bank_bytes == engine.plan.expert_bytes // 4
+
+
+def test_a_stream_of_a_closed_engine_says_so_whenever_the_guard_would_check(tiny: Path) -> None:
+    with load(tiny, experts="50%") as engine:
+        stream = engine.stream([5, 6, 7])
+        next(stream)
+        engine.close()
+        engine._balance.guard._next_check = 0.0
+        with pytest.raises(EngineClosedError):
+            next(stream)
+
+
+def test_nothing_is_released_or_resized_while_all_is_well(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pressed(tiny, monkeypatch, experts="all") as (engine, _):
+        released: list[None] = []
+        monkeypatch.setattr("mlxmoe.experts.cache.release_freed", lambda: released.append(None))
+        monkeypatch.setattr(engine._balance.guard, "_free_pool", lambda: released.append(None))
+        assert len(list(engine.stream(PROMPTS[0], max_tokens=REPLY))) == REPLY
+        assert released == []
+        assert engine.stats().memory_events == ()
 
 
 def test_threads_may_resize_while_others_stream(tiny: Path, expected: list[list[tuple[int, float]]]) -> None:
@@ -324,6 +449,38 @@ def test_a_prompt_under_critical_pressure_goes_in_small_chunks_and_may_end(
         assert engine.memory().kv_bytes == 0
 
 
+def test_a_refused_turn_keeps_the_sessions_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pressed(tiny, monkeypatch, experts="all") as (engine, reader):
+        session = engine.session()
+        session.generate("In the beginning", max_tokens=10)
+        seen, held = list(session._cached), engine.memory().kv_bytes
+        reader.pressure = "critical"
+        with pytest.raises(MemoryPressureError):
+            session.generate(" And")
+        assert session._cached == seen
+        assert session._cache is not None
+        assert engine.memory().kv_bytes == held
+        reader.pressure = "normal"
+        passes = watch_passes(engine, monkeypatch)
+        session.generate(" And", max_tokens=2)
+        assert sum(passes) < 10, "the conversation was not prefilled again"
+
+
+def test_smaller_chunks_under_critical_pressure_change_no_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [(7 * n * n + n) % 2000 for n in range(480)]
+    with load(tiny, experts="all") as engine:
+        answer = said(engine.stream(prompt, max_tokens=10))
+    with pressed(tiny, monkeypatch, experts="all") as (engine, reader):
+        engine._balance.guard._times = replace(FAST, finish_s=1e9, fall_s=1e9)
+        monkeypatch.setattr("mlxmoe.balance.CHUNK_TOKENS_UNDER_PRESSURE", 64)
+        stream = engine.stream(prompt, max_tokens=10)
+        passes = watch_passes(engine, monkeypatch, lambda: setattr(reader, "pressure", "critical"))
+        engine._decoder.chunk_tokens = 200
+        heard = said(stream)
+        assert passes[:6] == [200, 64, 64, 64, 64, 23]
+        assert [token for token, _ in heard] == [token for token, _ in answer]
+
+
 def test_an_idle_engine_gives_memory_back_too(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = threading.Event()
     with pressed(tiny, monkeypatch, experts="all", on_memory=lambda event: given.set()) as (engine, reader):
@@ -363,6 +520,8 @@ def test_a_layer_that_cannot_be_filled_while_growing_goes_on_streaming(
                 monkeypatch.setattr(ExpertBank, "fill", broken)
         assert heard == expected[1]
         assert engine._experts.streams
+        failures = [event for event in engine.stats().memory_events if "cannot grow just now: broken" in event.text]
+        assert failures
     with load(tiny, experts="25%") as engine:
         monkeypatch.setattr(ExpertBank, "fill", broken)
         with pytest.raises(CheckpointReadError):

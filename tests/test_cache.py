@@ -112,6 +112,15 @@ def test_equally_cold_layers_give_the_same_share(tiny: Path) -> None:
         assert set(slots.values()) == {5}
 
 
+def test_a_resident_layer_gives_its_part_beside_streaming_ones(tiny: Path) -> None:
+    with loaded(tiny, "95%") as (model, decoder):
+        experts = model.experts
+        decoder.logits(TOKENS, decoder.new_cache())
+        assert sorted(experts.slots.values()) == [7, 7, 8]
+        slots = experts.shrunk(9 * experts.layers[0].expert_bytes)
+        assert max(slots.values()) - min(slots.values()) <= 2, slots
+
+
 def test_shrinking_gives_the_memory_back_and_needs_little_meanwhile(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "wide", WIDE)
     with loaded(folder, "all") as (model, _):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 import threading
 from typing import Any
 
 import pytest
 
+from mlxmoe.errors import CheckpointReadError
 from mlxmoe.memory.guard import Guard, GuardTimes, MemoryEvent, Reclaim
 from mlxmoe.memory.reading import Pressure, Reading
 
@@ -149,6 +152,16 @@ def test_readings_take_under_half_a_percent_of_the_time() -> None:
     assert slow.reads * slow.read_s <= 0.005 * (slow.now - start) + slow.read_s
 
 
+def test_one_slow_reading_does_not_blind_the_guard() -> None:
+    machine = Machine()
+    machine.run("normal", 2)
+    machine.read_s = 0.2
+    machine.run("normal", 0.1)
+    machine.read_s = 0.0
+    machine.run("critical", 0.3)
+    assert machine.bank == machine.floor
+
+
 def test_many_calls_between_two_readings_cost_no_reading() -> None:
     machine = Machine()
     for _ in range(1000):
@@ -204,6 +217,35 @@ def test_growth_stops_where_it_makes_nothing_faster() -> None:
     machine.run("normal", 12, step_s=0.15)
     assert machine.did.count("grow 1") == 6, "and after a resize"
     assert machine.bank == machine.target
+
+
+def test_growth_stops_although_the_steps_times_scatter() -> None:
+    machine, scatter = Machine(bank=100 * GB), random.Random(4)
+    machine.available = 2**60
+    machine.run("critical", 0.2, step_s=0.2)
+    machine.pressure = "normal"
+    for _ in range(6000):
+        machine.now += 0.1
+        machine.guard.note_step(0.15 * scatter.uniform(0.95, 1.05))
+        machine.guard.check()
+    assert actions(machine)[-1] == "settled"
+    assert machine.did.count("grow 1") <= 8
+
+
+def test_a_growth_that_fails_is_tried_less_and_less_often() -> None:
+    def fails(most: int) -> int:
+        tried.append(machine.now)
+        raise CheckpointReadError("broken")
+
+    tried: list[float] = []
+    machine = Machine()
+    machine.run("critical", 0.2)
+    machine.guard._grow = fails
+    machine.run("normal", 200)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert 2 <= len(gaps) <= 5
+    assert gaps == sorted(gaps)
+    assert "cannot grow just now: broken" in machine.heard[-1].text
 
 
 def test_the_effect_of_a_growth_is_judged_before_the_next() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlxmoe import load
-from mlxmoe.memory.limits import hold_wired
+from mlxmoe.memory.limits import SharedLimit, hold_wired
 
 GIB = 2**30
 
@@ -33,19 +34,38 @@ def wired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return limit.seen
 
 
+class Holder:
+    """Something that lives as long as it holds a limit."""
+
+
 def test_the_wired_limit_is_the_budget_within_the_working_set_and_is_put_back(wired: list[int]) -> None:
-    held = hold_wired(2**62, 20 * GIB)
-    assert held is not None
+    holder = Holder()
+    let_go = hold_wired(2**62, 20 * GIB, holder)
     assert wired == [7, 20 * GIB]
-    held.undo()
-    held.undo()
+    let_go()
+    let_go()
     assert wired == [7, 20 * GIB, 7]
-    hold_wired(GIB, 20 * GIB)
+    let_go = hold_wired(GIB, 20 * GIB, holder)
     assert wired[-1] == GIB
+    del holder
+    gc.collect()
+    assert wired[-1] == 7, "whoever is forgotten holds nothing"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_holders_the_last_one_has_its_way(first: int) -> None:
+    limit, holders = Limit(), [Holder(), Holder()]
+    shared = SharedLimit(limit.set)
+    let_go = [shared.hold(100 + number, holder) for number, holder in enumerate(holders)]
+    assert limit.seen[-1] == 101
+    let_go[first]()
+    assert limit.seen[-1] == (101 if first == 0 else 100)
+    let_go[1 - first]()
+    assert limit.seen[-1] == 7
 
 
 def test_without_a_gpu_nothing_is_wired_and_it_is_said(wired: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    assert hold_wired(GIB, None) is None
+    hold_wired(GIB, None, Holder())()
     assert wired == [7]
     assert "no effect" in caplog.text
 

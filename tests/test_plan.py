@@ -86,7 +86,7 @@ def plan(**options: Any) -> Any:
         **{
             "trunk_bytes": 1000,
             "kv": KVBytes(step_bytes=500),
-            "prefill": lambda chunk, context, resident: 500,
+            "prefill": lambda chunk, context: 500,
             "pool_bytes": 0,
             "context": 64,
             "model_context": None,
@@ -131,33 +131,33 @@ def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(memory: int, model
 
 
 def test_prefill_chunks_are_mlx_lms_where_all_experts_fit_or_they_take_a_quarter_at_most() -> None:
-    asked: list[tuple[int, int, bool]] = []
+    asked: list[tuple[int, int]] = []
 
-    def prefill(chunk: int, context: int, resident: bool) -> int:
-        asked.append((chunk, context, resident))
+    def prefill(chunk: int, context: int) -> int:
+        asked.append((chunk, context))
         return chunk * 4
 
     roomy = {"context": 4096, "prefill": prefill, "kv": KVBytes(step_bytes=10)}
     made = plan(memory_bytes=60_000, **roomy)
     assert (made.chunk_tokens, made.prefill_bytes, made.bank_bytes) == (2048, 8192, 32_000)
-    assert asked == [(2048, 4096, True)], "one look is enough"
+    assert asked == [(2048, 4096)], "one look is enough"
     assert plan(memory_bytes=40_000, **roomy).chunk_tokens == 512, "a smaller chunk, and all experts"
     made = plan(memory_bytes=30_000, **roomy)
     assert (made.chunk_tokens, made.prefill_bytes) == (512, 2048)
     assert made.bank_bytes < 32_000
     assert plan(memory_bytes=12_000, **roomy).chunk_tokens == 128
     assert plan(memory_bytes=60_000, **{**roomy, "context": 100}).chunk_tokens == 2048
-    assert asked[-1] == (100, 100, True), "no chunk is longer than the context"
+    assert asked[-1] == (100, 100), "no chunk is longer than the context"
 
 
 def test_a_context_that_nobody_asked_for_shrinks_for_what_its_prefill_takes_too() -> None:
-    def scores(chunk: int, context: int, resident: bool) -> int:
+    def scores(chunk: int, context: int) -> int:
         return chunk * context // 100
 
     made = plan(memory_bytes=40_000, prefill=scores, context=None, model_context=2**17, kv=KVBytes(step_bytes=1))
     assert 256 <= made.context < 2**17
     assert made.prefill_bytes + made.pool_bytes <= (40_000 - 1000 - 8000) // 4
-    assert made.prefill_bytes == scores(made.chunk_tokens, made.context, False)
+    assert made.prefill_bytes == scores(made.chunk_tokens, made.context)
 
 
 def test_replanning_changes_the_experts_only() -> None:

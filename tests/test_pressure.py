@@ -29,11 +29,11 @@ time.sleep(3600)
 """
 
 CHILD = """
-import json, subprocess, sys, time
+import json, subprocess, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write("0")
 from mlxmoe import load
 
-hog, tokens, banks, started = None, [], [], time.monotonic()
+hog, holds, alive, tokens, banks = None, b"", False, [], []
 with load(sys.argv[2], context=400) as engine:
     plan = engine.plan
     for chunk in engine.stream([1, 2, 3], max_tokens=390):
@@ -42,17 +42,20 @@ with load(sys.argv[2], context=400) as engine:
         if len(tokens) == 4:
             command = [sys.executable, "-c", sys.argv[3], sys.argv[4]]
             hog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if hog and hog.stdin and banks[-1] <= min(banks) < banks[0] and len(tokens) > 40:
-            held_bytes = engine.memory().reading.available_bytes
+        if hog and not holds and len(tokens) > 10 and banks[-1] < banks[0] / 2:
+            holds = hog.stdout.readline().strip()  # it has all it wanted
+        if holds and hog.stdin and len(tokens) > 40:
+            alive = hog.poll() is None
             hog.stdin.close()
             hog.stdin = None
         if hog and not hog.stdin and banks[-1] > min(banks):
             break
     events = [(event.action, event.text) for event in engine.stats().memory_events]
-    peak = int(open(sys.argv[1] + "/memory.max_usage_in_bytes").read())
+    kills = open(sys.argv[1] + "/memory.oom_control").read()
 if hog:
     hog.kill()
-print(json.dumps(dict(tokens=tokens, banks=banks, events=events, finish=chunk.finish_reason, peak=peak,
+print(json.dumps(dict(tokens=tokens, banks=banks, events=events, finish=chunk.finish_reason,
+                      kills=kills, holds=holds.decode(), alive=alive,
                       experts=plan.expert_bytes, budget=plan.memory_bytes, total=plan.total_bytes)))
 """
 
@@ -105,6 +108,8 @@ def test_a_model_three_times_the_limit_goes_on_exactly_while_another_process_tak
     assert min(banks) < banks[0] / 2, "the bank shrank"
     assert banks[-1] > min(banks), "and grew again"
     assert actions.index("shrink") < actions.index("grow")
+    assert (found["holds"], found["alive"]) == ("holds", True), "the other process got its half, and was not killed"
+    assert "oom_kill 0" in found["kills"]
     assert found["finish"] is None
     tokens = [tuple(pair) for pair in found["tokens"]]
     with load(frugal, experts="all") as engine:

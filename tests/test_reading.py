@@ -89,15 +89,29 @@ def test_a_limit_below_the_machines_memory_is_the_memory() -> None:
     assert (alone.total_bytes, alone.available_bytes, alone.limit_bytes) == (4 * GIB, 3 * GIB, 4 * GIB)
 
 
-def test_swap_change_is_since_the_last_reading() -> None:
-    sources = Scripted()
-    reader = MemoryReader(sources)
+def test_swap_change_is_what_the_last_second_brought() -> None:
+    sources, now = Scripted(), [50.0]
+    reader = MemoryReader(sources, clock=lambda: now[0])
     changes = []
-    for used in (5 * GIB, 6 * GIB, None, 6 * GIB, 2 * GIB):
-        sources.answers["machine"] = None if used is None else MachineMemory(32 * GIB, 20 * GIB, used)
+    for seconds, used in ((0, 5), (0.1, 6), (0.5, None), (0.3, 7), (0.2, 7), (5, 9), (0.1, 2)):
+        now[0] += seconds
+        sources.answers["machine"] = None if used is None else MachineMemory(32 * GIB, 20 * GIB, used * GIB)
         reading = reader.read()
         changes.append((reading.swap_used_bytes // GIB, reading.swap_change_bytes // GIB))
-    assert changes == [(5, 0), (6, 1), (6, 0), (6, 0), (2, -4)]
+    assert changes == [(5, 0), (6, 1), (6, 1), (7, 2), (7, 1), (9, 2), (2, -5)]
+
+
+def test_swapping_is_seen_at_any_rate_of_readings() -> None:
+    sources, now = Scripted(), [0.0]
+    reader = MemoryReader(sources, clock=lambda: now[0])
+    used, seen = 0, []
+    for _ in range(20):  # 100 MB a second, read ten times a second
+        now[0] += 0.1
+        used += 10**7
+        sources.answers["machine"] = MachineMemory(32 * GIB, 20 * GIB, used)
+        seen.append(reader.read().pressure)
+    assert seen[0] == "normal"
+    assert seen[-1] == "warning"
 
 
 def test_the_worse_of_the_machines_and_the_groups_stalls_counts() -> None:
@@ -135,8 +149,9 @@ def test_on_macos_the_systems_own_level_decides_alone(level: int, pressure: Pres
         (10, None, 0, "normal"),  # what a plan leaves
         (7, None, 0, "warning"),
         (3, None, 0, "critical"),
-        (50, Stalls(0.2, 0.0), 0, "warning"),
-        (50, Stalls(0.6, 0.4), 0, "critical"),
+        (20, Stalls(0.2, 0.0), 0, "warning"),
+        (20, Stalls(0.6, 0.4), 0, "critical"),
+        (50, Stalls(0.6, 0.4), 0, "normal"),  # there is memory: it is our own reading that waits
         (50, None, 63 * MIB, "normal"),
         (50, None, 64 * MIB, "warning"),
         (7, None, 64 * MIB, "critical"),

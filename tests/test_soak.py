@@ -13,7 +13,7 @@ from tiny import QWEN3_MOE, make_tiny
 SOAK = """
 import json, random, sys
 from concurrent.futures import ThreadPoolExecutor
-from mlxmoe import load
+from mlxmoe import PromptError, load
 
 rng, seen, footprints = random.Random(5), 0, []
 # One other thread, because MLX keeps something of each thread that ever computed.
@@ -25,8 +25,8 @@ with load(sys.argv[1], experts="50%", context=512) as engine, ThreadPoolExecutor
             case 0:
                 try:
                     seen += sum(1 for _ in session.stream("In the beginning", max_tokens=40))
-                except Exception as error:
-                    session = engine.session()  # its context is full
+                except PromptError:  # its context is full
+                    session = engine.session()
             case 1:
                 stream = engine.stream(prompt, max_tokens=100, temperature=0.8, seed=seen)
                 for _ in range(30):
@@ -42,8 +42,7 @@ with load(sys.argv[1], experts="50%", context=512) as engine, ThreadPoolExecutor
         if seen >= 1000 * (1 + len(footprints)):
             engine.resize("50%")
             footprints.append(engine.memory().reading.footprint_bytes)
-    events = len(engine.stats().memory_events)
-print(json.dumps([seen, footprints, events]))
+print(json.dumps([seen, footprints]))
 """
 
 
@@ -52,8 +51,7 @@ def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_p
     folder = make_tiny(tmp_path / "small", {**QWEN3_MOE, "num_hidden_layers": 1})
     done = subprocess.run([sys.executable, "-c", SOAK, str(folder)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    seen, footprints, events = json.loads(done.stdout)
+    seen, footprints = json.loads(done.stdout)
     assert seen >= 20_000
     assert len(footprints) == 20
     assert footprints[-1] <= 1.02 * footprints[0], footprints
-    assert events <= 100, "what is remembered is bounded"

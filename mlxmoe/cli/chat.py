@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlxmoe import Engine, RequestError, Session
+from mlxmoe import Engine, MemoryBudgetError, MemoryPressureError, RequestError, Session
 from mlxmoe.cli import common
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.reply import ReplyOptions, ReplySettings
@@ -82,9 +82,9 @@ def chat(
 
 
 def _cache_stats(engine: Engine) -> str:
-    if engine.plan.bank_bytes == engine.plan.expert_bytes:
+    stats, in_memory = engine.stats(), engine.memory().bank_bytes
+    if in_memory == engine.plan.expert_bytes and not stats.misses:
         return "all experts are in memory: there is nothing to read"
-    stats = engine.stats()
     return (
         f"experts: {stats.hits} hits, {stats.misses} misses ({stats.hit_rate:.1%} hits), "
         f"{stats.evictions} evictions, {format_bytes(stats.bytes_read)} read"
@@ -109,5 +109,6 @@ def _turn(session: Session, text: str, quiet: bool, options: ReplyOptions) -> No
         common.show_reply(session.stream(text, **options), quiet)
     except KeyboardInterrupt:
         common.notes.print("(stopped)", style="dim")
-    except RequestError as error:  # a prompt too long, a template that refuses: the conversation goes on
+    except (RequestError, MemoryPressureError, MemoryBudgetError) as error:
+        # a prompt too long, a template that refuses, memory short for now: the conversation goes on
         common.notes.print(f"{error}", style="red", markup=False, soft_wrap=True)

@@ -5,21 +5,45 @@ A layer with a slot for each expert is resident: it is mlx-lm's own code, and no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median_low
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxmoe.experts.bank import BankCounters, ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank, expert_homes
+from mlxmoe.experts.layer import (
+    ExpertStream,
+    Passes,
+    compute_from,
+    compute_whole,
+    computes_from_bank,
+    expert_homes,
+    mixed,
+)
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
 
 Places = Mapping[str, Mapping[str, ExpertTensor]]  # module path -> array name -> where its experts lie
+
+
+class _TakingTurns:
+    """Mixed in before a model's class: calls take turns with the passes and resizes of its experts."""
+
+    expert_cache: weakref.ref[ExpertCache]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        experts = self.expert_cache()
+        if experts is None or experts.passes.mine:
+            return super().__call__(*args, **options)  # type: ignore[misc]
+        with experts.one_pass():
+            return super().__call__(*args, **options)  # type: ignore[misc]
 
 
 class ExpertCache:
@@ -96,6 +120,8 @@ class ExpertCache:
         with self.passes.one():
             self._drop_residents()
             now = self.slots
+            if slots == now and all(s.bank.slots < s.bank.num_experts for s in self.streams.values()):
+                return
             for layer in sorted(self.layers, key=lambda layer: slots[layer.path] - now[layer.path]):
                 count, streams = slots[layer.path], layer.path in self.streams
                 if count != now[layer.path] or (streams and count == layer.num_experts):
@@ -106,12 +132,14 @@ class ExpertCache:
         """Slots of each layer with `nbytes` given back, as far as one token's experts are left.
 
         Those go first that were not used for the longest; where that says nothing, the layer with the largest share.
+        Of a resident layer nothing is known: its experts are taken to be as old as the others are on average.
         """
         slots = self.slots
+        known = {path: stream.bank.ages for path, stream in self.streams.items()}
+        unknown = median_low([age for ages in known.values() for age in ages] or [0])
         coldest: list[tuple[int, float, MoeLayer]] = []
         for layer in self.layers:
-            stream = self.streams.get(layer.path)
-            ages = stream.bank.ages if stream else [0] * layer.num_experts
+            ages = known.get(layer.path, [unknown] * layer.num_experts)
             for taken, age in enumerate(ages[: max(0, len(ages) - layer.top_k)]):
                 share = (len(ages) - taken) / layer.num_experts
                 coldest.append((age, share, layer))
@@ -132,6 +160,12 @@ class ExpertCache:
             layer = min(lacking, key=lambda layer: slots[layer.path] / target[layer.path])
             slots[layer.path] += 1
             nbytes -= layer.expert_bytes
+
+    def guard_calls(self, model: nn.Module) -> None:
+        """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
+        model.expert_cache = weakref.ref(self)
+        if not isinstance(model, _TakingTurns):
+            model.__class__ = mixed(_TakingTurns, type(model))
 
     def close(self) -> None:
         """Let go of the model, end the reader's threads, close the files. May be called twice."""
@@ -154,7 +188,9 @@ class ExpertCache:
 
     def _drop_residents(self) -> None:
         """Forget banks of layers that compute whole, also those that an interrupt left between the two."""
-        self.streams = {path: s for path, s in self.streams.items() if computes_from_bank(self._modules[path])}
+        for path in [path for path in self.streams if not computes_from_bank(self._modules[path])]:
+            del self.streams[path]
+            self._modules[path].__dict__.pop("expert_stream", None)  # it holds the bank
 
     def _stream(self, layer: MoeLayer, slots: int | None) -> ExpertStream:
         """Let `layer` compute from a bank: an empty one of `slots`, or of the arrays it has."""

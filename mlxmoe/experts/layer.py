@@ -34,7 +34,7 @@ class Passes:
     """Whose turn it is: forward passes over one set of banks run one at a time.
 
     Within a pass (`with passes.one()`) outputs may stay unevaluated, because whoever opened it evaluates them in the
-    same thread before it ends. A model called outside of any pass gets its layers' outputs evaluated at once.
+    same thread before it ends. A layer called outside of any pass takes a turn of its own.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,21 @@ class Passes:
 
         Raises RequestError within a pass of the same thread: a signal handler must not touch slots in use.
         """
-        if self.mine:
-            raise RequestError(
-                "The engine is in the middle of a step in this very thread, and a signal handler or callback called "
-                "it again. Call it when the step is over."
-            )
+        self.refuse_within()
         with self._lock:
             try:
                 self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = None
+
+    def refuse_within(self) -> None:
+        """Raise RequestError within a pass of the calling thread."""
+        if self.mine:
+            raise RequestError(
+                "The engine is in the middle of a step in this very thread, and a signal handler or callback called "
+                "it again. Call it when the step is over."
+            )
 
     @property
     def mine(self) -> bool:
@@ -70,27 +74,21 @@ class ExpertStream:
 
     def __init__(self, bank: ExpertBank, passes: Passes) -> None:
         self.bank = bank
-        self._passes = passes
+        self.passes = passes
         self._pending: list[mx.array] = []
 
     def __call__(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
         """`x [..., D]`, `indices [..., K]` of experts -> `[..., K, D]`; `forward` is the stock layer over slots.
 
-        One host sync. It also evaluates what this layer returned last in the same pass, so that nothing unevaluated
-        reads a slot when slots are overwritten.
+        Called within a pass. One host sync. It also evaluates what this layer returned last in the same pass, so that
+        nothing unevaluated reads a slot when slots are overwritten.
         """
-        if self._passes.mine:
-            out = self._compute(x, indices, forward)
-            if out.nbytes > KEEP_PENDING_BYTES:
-                mx.eval(out)
-            else:
-                self._pending = [out]
-            return out
-        with self._passes.one():
-            self.take_pending()  # of a pass that was cut short: nobody will ask for it
-            out = self._compute(x, indices, forward)
+        out = self._compute(x, indices, forward)
+        if out.nbytes > KEEP_PENDING_BYTES:
             mx.eval(out)
-            return out
+        else:
+            self._pending = [out]
+        return out
 
     def take_pending(self) -> list[mx.array]:
         """What this layer returned last and may not be evaluated yet, for the pass to evaluate."""
@@ -142,7 +140,13 @@ class _Streaming:
     expert_stream: ExpertStream
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        return self.expert_stream(x, indices, super().__call__)  # type: ignore[misc]
+        if self.expert_stream.passes.mine:
+            return self.expert_stream(x, indices, super().__call__)  # type: ignore[misc]
+        with self.expert_stream.passes.one():
+            self.expert_stream.take_pending()  # of a pass that was cut short: nobody will ask for it
+            out = type(self).__call__(self, x, indices)  # a resize while we waited may have changed what we are
+            mx.eval(out)
+            return out
 
 
 class _Listening:
@@ -182,7 +186,7 @@ def compute_from(module: nn.Module, stream: ExpertStream) -> None:
 
 def compute_whole(module: nn.Module) -> None:
     """Let `module` be mlx-lm's own code again; its arrays must hold each expert at its number."""
-    module.__class__ = type(module).__mro__[2]  # behind the mixed class and _Streaming
+    module.__class__ = module.stock_class
 
 
 def computes_from_bank(module: nn.Module) -> bool:
@@ -220,4 +224,5 @@ def _by_number(path: str) -> list[tuple[int, str]]:
 
 
 def mixed(mixin: type, stock: type) -> type:
-    return type(f"{mixin.__name__.strip('_')}{stock.__name__}", (mixin, stock), {})
+    """A subclass of `stock` whose calls go through `mixin`; `stock_class` leads back."""
+    return type(f"{mixin.__name__.strip('_')}{stock.__name__}", (mixin, stock), {"stock_class": stock})

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
+from mlxmoe.errors import CheckpointReadError
 from mlxmoe.memory.reading import Pressure, Reading, usable_bytes
 from mlxmoe.memory.sizes import format_bytes
 
@@ -25,7 +26,9 @@ Action = Literal["pressure", "shrink", "restrict", "finish", "grow", "settled", 
 
 EVENTS_KEPT = 100
 STEPS_KEPT = 64
+COSTS_KEPT = 8  # of readings
 STEPS_COMPARED = 16  # decode steps after a growth before its effect is judged
+GAIN = 0.02  # of a decode step's time, from which on a growth counts as one
 GROWTHS_IN_VAIN = 2  # in a row, after which growing stops for a while
 CHECKS_SHARE = 0.005  # of the time between two checks that a reading may take
 
@@ -111,6 +114,7 @@ class Guard:
         self._times = times or GuardTimes()
         self._lock = threading.Lock()
         self._events: deque[MemoryEvent] = deque(maxlen=EVENTS_KEPT)
+        self._costs: deque[float] = deque(maxlen=COSTS_KEPT)
         now = clock()
         self._next_check = now
         self._lower_since: float | None = None  # readings below the level that is held
@@ -141,8 +145,9 @@ class Guard:
             if start < self._next_check:
                 return
             reading = self._read()
-            cost = self._clock() - start
-            self._next_check = start + max(self._times.check_s, cost / CHECKS_SHARE)
+            self._costs.append(self._clock() - start)
+            # The cheapest of the last: one that waited for a processor says nothing of the next.
+            self._next_check = start + max(self._times.check_s, min(self._costs) / CHECKS_SHARE)
             self._follow(reading.pressure, start)
             match reading.pressure:
                 case "normal":
@@ -245,7 +250,14 @@ class Guard:
             case "stop":
                 self.tell("settled", 0, "A larger expert cache made decoding no faster, twice: it stays as it is.")
                 return
-        if taken := self._grow(room):
+        try:
+            taken = self._grow(room)
+        except CheckpointReadError as error:
+            self._pressed, self._last_growth = True, self._clock()  # tried again when it has been calm for longer
+            self._calm_s = min(2 * self._calm_s, self._times.longest_calm_s)
+            self.tell("settled", 0, f"The expert cache cannot grow just now: {error}", level=logging.WARNING)
+            return
+        if taken:
             self._speeds.grown()
             self._last_growth = self._clock()
             self.tell("grow", taken, f"Memory pressure is normal: the expert cache took {format_bytes(taken)} again.")
@@ -289,7 +301,7 @@ class _Speeds:
         after = self._median
         if after is None:
             return "wait"
-        self._in_vain = 0 if after < self._before else self._in_vain + 1
+        self._in_vain = 0 if after < (1 - GAIN) * self._before else self._in_vain + 1
         self._before = None
         if self._in_vain < GROWTHS_IN_VAIN:
             return "grow"

@@ -14,8 +14,7 @@ KV_STEP = 256  # tokens by which mlx-lm's caches grow
 CHUNK_TOKENS = (2048, 512, 128)  # of prefill at a time; the first is mlx-lm's own, for the same arithmetic
 POOL_BYTES = 64 * 2**20  # freed buffers that MLX may keep for reuse, at least
 
-# (chunk tokens, context tokens, whether all experts are in memory) -> bytes that a prefill's activations take
-Prefill = Callable[[int, int, bool], int]
+Prefill = Callable[[int, int], int]  # (chunk tokens, context tokens) -> bytes that a prefill's activations take
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,8 @@ class Plan:
     `trunk_bytes`: weights that are no routed experts. `expert_bytes`: all routed experts, wherever they are.
     `bank_bytes`: what of them has a slot. `kv_bytes`: KV cache of `context` tokens. `prefill_bytes`: room for the
     activations of a prefill chunk of `chunk_tokens`. `pool_bytes`: freed buffers that MLX may keep. `memory_bytes`:
-    the budget that was divided. `context`: tokens, prompt and reply, or None where neither the model nor the user
+    the budget that was divided; `reserve_bytes`: what was left beside it for the page cache and other programs, 0
+    where the user set the budget. `context`: tokens, prompt and reply, or None where neither the model nor the user
     sets a bound. `model_context`: what the model was made for. `slots`: slots of each MoE layer by its path; a layer
     with all its experts is resident.
     """
@@ -120,6 +120,7 @@ class Plan:
     model_context: int | None
     chunk_tokens: int
     slots: dict[str, int]
+    reserve_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -198,6 +199,7 @@ def make_plan(
     model_context: int | None,
     experts: int | float | str,
     memory_bytes: int,
+    reserve_bytes: int = 0,
     pool_bytes: int = POOL_BYTES,
 ) -> Plan:
     """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers.
@@ -213,10 +215,10 @@ def make_plan(
     room = memory_bytes - trunk_bytes
     split = _Split(context or model_context, kv, prefill, pool_bytes)
     whole = total if experts == "auto" else least
-    if whole < total or not split.take_chunk(room - total - split.kv_bytes, resident=True):
+    if whole < total or not split.take_chunk(room - total - split.kv_bytes):
         if context is None:
             split.shrink_context((room - least) // 4)
-        while not split.take_chunk((room - least) // 4, resident=least == total):
+        while not split.take_chunk((room - least) // 4):
             if context is not None or not split.halve_context():
                 break  # it may fit even so, with little left for experts
     if trunk_bytes + split.nbytes + least > memory_bytes:
@@ -224,7 +226,7 @@ def make_plan(
         split = _Split(context or model_context, kv, prefill, pool_bytes)
         if context is None:
             split.shrink_context((room - floor) // 4)
-        raise MemoryBudgetError(f"{said} {_nearest(split, trunk_bytes, floor, memory_bytes, floor == total)}")
+        raise MemoryBudgetError(f"{said} {_nearest(split, trunk_bytes, floor, memory_bytes)}")
     plan = Plan(
         trunk_bytes=trunk_bytes,
         expert_bytes=total,
@@ -237,6 +239,7 @@ def make_plan(
         model_context=model_context,
         chunk_tokens=split.chunk_tokens,
         slots={},
+        reserve_bytes=reserve_bytes,
     )
     return replan(plan, layers, experts)
 
@@ -281,11 +284,11 @@ class _Split:
         """KV cache, activations and pool together."""
         return self.kv_bytes + self.prefill_bytes + self.pool_bytes
 
-    def take_chunk(self, room: int, *, resident: bool) -> bool:
+    def take_chunk(self, room: int) -> bool:
         """Take the largest chunk whose activations and pool fit `room`; the smallest, and False, where none does."""
         for self.chunk_tokens in CHUNK_TOKENS:
             attended = self.context or self.chunk_tokens
-            self.prefill_bytes = self._prefill(min(self.chunk_tokens, attended), attended, resident)
+            self.prefill_bytes = self._prefill(min(self.chunk_tokens, attended), attended)
             if self.prefill_bytes + self.pool_bytes <= room:
                 return True
         return False
@@ -314,13 +317,13 @@ def _too_little(experts: int | float | str, memory_bytes: int, trunk_bytes: int,
     )
 
 
-def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int, resident: bool) -> str:
+def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int) -> str:
     """The largest context that would fit with the fewest experts, or the least memory that would do.
 
     Modifies `split`.
     """
     while True:
-        split.take_chunk(memory_bytes - trunk_bytes - split.kv_bytes - floor, resident=resident)
+        split.take_chunk(memory_bytes - trunk_bytes - split.kv_bytes - floor)
         need = trunk_bytes + split.nbytes + floor
         if need <= memory_bytes:
             return f"What would fit: experts='auto' with context={split.context or KV_STEP}."

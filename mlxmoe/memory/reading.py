@@ -5,6 +5,9 @@ Which question goes to which part of the operating system is `sources`' business
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -23,7 +26,9 @@ HEADROOM_WARNING = 0.08  # below the plan's reserve of a tenth: a plan that is k
 HEADROOM_CRITICAL = 0.04
 STALLS_WARNING = 0.20
 STALLS_CRITICAL = 0.40
+STALLS_HEADROOM = 0.25  # above it stalls are our own reading, not a lack of memory
 SWAP_GROWTH_BYTES = 64 * 2**20
+SWAP_WINDOW_S = 1.0
 
 _LEVELS: dict[int, Pressure] = {1: "normal", 2: "warning", 4: "critical"}  # macOS' numbers
 
@@ -37,7 +42,8 @@ class Reading:
     pages only, without what compressed pages and purgeable files could still give, yet with inactive pages that would
     have to be compressed; on Linux, file cache that is in constant use counts as available.
     `swap_used_bytes`: of the whole machine. Misleads: pages may lie there for days and harm nobody.
-    `swap_change_bytes`: since this reader's last reading; 0 at its first. What grows is what harms.
+    `swap_change_bytes`: in the last second, or since this reader's last reading where that is longer ago; 0 at its
+    first. What grows is what harms.
     `footprint_bytes`: what this process costs the machine: phys_footprint on macOS (Metal's memory too, which the
     resident size misses), anonymous memory in RAM and in swap on Linux; None where nothing tells. Misleads: memory
     that was freed but not yet returned to the system is in it.
@@ -70,26 +76,32 @@ class Reading:
 
 
 class MemoryReader:
-    """Takes readings, and remembers of the last one what the next is compared with. `sources`: whom to ask."""
+    """Takes readings, and remembers what the next is compared with.
 
-    def __init__(self, sources: Sources | None = None) -> None:
+    `sources`: whom to ask. `clock`: monotonic seconds.
+    """
+
+    def __init__(self, sources: Sources | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = sources or Sources()
         self._working_set_bytes = self._sources.working_set_bytes()  # the same as long as the process lives
-        self._swap_used_bytes: int | None = None
+        self._clock = clock
+        self._swap_used: deque[tuple[float, int]] = (
+            deque()
+        )  # when, and what; the oldest is what the next is compared to
 
     def read(self) -> Reading:
         """Ask now. Never raises: what cannot be told is None or 0."""
         sources = self._sources
         machine, cgroup, mlx = sources.machine(), sources.cgroup(), sources.mlx()
         total, available, limit = _within(machine, cgroup)
-        before, now = self._swap_used_bytes, machine.swap_used_bytes if machine else self._swap_used_bytes
-        self._swap_used_bytes = now
-        swap_change = 0 if before is None or now is None else now - before
+        last = self._swap_used[-1][1] if self._swap_used else 0
+        swap_used = machine.swap_used_bytes if machine else last
+        swap_change = self._swap_change(swap_used)
         stalls = _worse(sources.stalls(), cgroup.stalls if cgroup else None)
         return Reading(
             total_bytes=total,
             available_bytes=available,
-            swap_used_bytes=now or 0,
+            swap_used_bytes=swap_used,
             swap_change_bytes=swap_change,
             footprint_bytes=sources.footprint_bytes(),
             active_bytes=mlx.active_bytes,
@@ -106,6 +118,14 @@ class MemoryReader:
                 swap_change_bytes=swap_change,
             ),
         )
+
+    def _swap_change(self, used: int) -> int:
+        """Since SWAP_WINDOW_S ago, or the last reading where that is longer ago."""
+        now = self._clock()
+        while len(self._swap_used) > 1 and now - self._swap_used[1][0] >= SWAP_WINDOW_S:
+            self._swap_used.popleft()
+        self._swap_used.append((now, used))
+        return used - self._swap_used[0][1]
 
 
 def judge_pressure(
@@ -125,14 +145,16 @@ def judge_pressure(
       available below 8 % of the total is a warning, below 4 % critical.
     - Stalls. `some` from 20 % on is a warning, `full` from 40 % on critical. Not lower: a healthy process that read
       random 2 MB pieces of a file of three times its page cache stalled for 11 % here (on a fast disk), and
-      systemd-oomd starts to kill at 60 %.
-    - Swap that grew by 64 MiB since the last reading is a warning, and critical once headroom is short too: some
+      systemd-oomd starts to kill at 60 %. And only with less than a quarter available: with more, what waits is the
+      reading of experts, and a smaller expert cache would read still more.
+    - Swap that grew by 64 MiB within a second is a warning, and critical once headroom is short too: some
       cold pages always go there, so neither a little growth nor what has long been there counts.
     """
     if level in _LEVELS:
         return _LEVELS[level]
     headroom = available_bytes / total_bytes if total_bytes else 1.0
     swapping = swap_change_bytes >= SWAP_GROWTH_BYTES
+    stalls = stalls if headroom < STALLS_HEADROOM else None
     short = headroom < HEADROOM_WARNING
     if headroom < HEADROOM_CRITICAL or (stalls and stalls.full >= STALLS_CRITICAL) or (swapping and short):
         return "critical"
@@ -147,11 +169,16 @@ def usable_bytes(reading: Reading | None = None) -> int:
     Misleads as `Reading.available_bytes` does.
     """
     reading = reading or MemoryReader().read()
-    least = RESERVE_LEAST_BYTES if reading.limit_bytes is None else RESERVE_LEAST_IN_CGROUP_BYTES
-    usable = reading.available_bytes - max(least, int(reading.total_bytes * RESERVE_SHARE))
+    usable = reading.available_bytes - reserve_bytes(reading)
     if reading.working_set_bytes is not None:
         usable = min(usable, reading.working_set_bytes - reading.active_bytes)
     return max(0, usable)
+
+
+def reserve_bytes(reading: Reading) -> int:
+    """What is left to other programs, and to the page cache that feeds misses."""
+    least = RESERVE_LEAST_BYTES if reading.limit_bytes is None else RESERVE_LEAST_IN_CGROUP_BYTES
+    return max(least, int(reading.total_bytes * RESERVE_SHARE))
 
 
 def working_set_bytes() -> int | None:

@@ -59,7 +59,7 @@ class PrefillTransients:
 
     def _simulated(self, chunk: int, seen: int) -> int:
         """The most bytes alive above the weights during a pass of `chunk` tokens after `seen` others."""
-        if chunk > 2 * max(SMALL_TOKENS) and has_states(self._model):
+        if chunk >= 2 * max(SMALL_TOKENS) and has_states(self._model):
             small, large = (self._trace(tokens, 0) for tokens in SMALL_TOKENS)
             if len(large.nodes) > LOOPS * len(small.nodes):
                 return self._extrapolated(chunk, seen)

@@ -230,16 +230,22 @@ def _streaming(modules: Mapping[str, nn.Module], slots: Mapping[str, int], calls
                 modules[path].__dict__.pop(name, None)
 
 
+_ONE_AT_A_TIME = threading.Lock()  # for MLX's functions are the whole process's
+
+
 @contextmanager
 def _exportable() -> Iterator[None]:
-    """Within this context and thread, operations that MLX cannot export are others that take the same memory."""
+    """Within this context and thread, operations that MLX cannot export are others that take the same memory.
+
+    One thread at a time: two that replaced MLX's functions by turns would leave a replacement behind.
+    """
     thread = threading.get_ident()
     stand_ins: dict[str, Callable[..., mx.array]] = {
         "contiguous": lambda x, *_, **__: mx.abs(x),
         "to_fp8": lambda x, *_, **__: x.astype(mx.uint8),
         "from_fp8": lambda x, dtype=mx.bfloat16, **_: x.astype(dtype),
     }
-    own = {name: getattr(mx, name) for name in stand_ins}
+    own: dict[str, Callable[..., mx.array]] = {}
 
     def chosen(name: str) -> Callable[..., mx.array]:
         def run(*args: Any, **kwargs: Any) -> mx.array:
@@ -249,13 +255,15 @@ def _exportable() -> Iterator[None]:
 
         return run
 
-    try:
-        for name in own:
-            setattr(mx, name, chosen(name))
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(mx, name, function)
+    with _ONE_AT_A_TIME:
+        own.update({name: getattr(mx, name) for name in stand_ins})
+        try:
+            for name in own:
+                setattr(mx, name, chosen(name))
+            yield
+        finally:
+            for name, function in own.items():
+                setattr(mx, name, function)
 
 
 @contextmanager

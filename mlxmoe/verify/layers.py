@@ -36,6 +36,7 @@ class _Recorder:
 
     def __init__(self, stream: ExpertStream) -> None:
         self.stream = stream
+        self.passes = stream.passes
         self.calls: list[_Call] = []
 
     def __call__(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
