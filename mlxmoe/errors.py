@@ -10,7 +10,8 @@
     ├── MemoryBudgetError           experts, context and memory do not fit together
     ├── RequestError                what was asked of a loaded model makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
-    │   └── SamplingError             a sampling value outside its range
+    │   ├── SamplingError             a sampling value outside its range
+    │   └── WindowError               a window, sinks or kv_bits that make no sense
     └── EngineClosedError           the engine was closed
 
 A message says what was asked, what stood in the way with its numbers, and what to do next.
@@ -67,6 +68,10 @@ class PromptError(RequestError):
 
 class SamplingError(RequestError):
     """A sampling value outside its range."""
+
+
+class WindowError(RequestError):
+    """A window, sinks or kv_bits that make no sense."""
 
 
 class EngineClosedError(MlxMoeError):

@@ -19,7 +19,7 @@ FLOORS = [
     ["session"],
     ["reply", "loading"],
     ["decode", "hub", "stats", "text", "prompts", "opening"],
-    ["sampling", "registry", "experts"],
+    ["sampling", "registry", "experts", "kv"],
     ["memory"],
     ["errors"],
 ]
