@@ -49,7 +49,7 @@ def main() -> None:
     bits.set_defaults(run=measure_bits)
     curve = commands.add_parser("curve")
     curve.add_argument("--window", type=int, default=128)
-    curve.add_argument("--times", type=int, default=18, help="length of a stream in trained contexts")
+    curve.add_argument("--streams", type=int, default=4)
     curve.add_argument("--png", type=Path, default=None)
     curve.set_defaults(run=measure_curve)
     stream = commands.add_parser("stream")
@@ -152,21 +152,21 @@ def measure_bits(model: nn.Module, trained: int, arguments: argparse.Namespace) 
 def measure_curve(model: nn.Module, trained: int, arguments: argparse.Namespace) -> None:
     """Perplexity by the position in the text.
 
-    A ring of text is read once from each of its parts on, so that every part of the text stands at every position
-    once: what differs between positions is the position.
+    A ring of 16 trained contexts of text is read from several places on, until it comes round to the first again: so
+    what stands at the beginning of a stream and 16 contexts later is the same, and what differs is the position.
     """
-    tokens, times, window = held_out_tokens(arguments.model), arguments.times, arguments.window
-    half = trained * times // 2
+    tokens, window, around = held_out_tokens(arguments.model), arguments.window, 16
+    half = trained * around // 2
     ring = np.concatenate([tokens[:half], tokens[-half:]])  # both languages
-    streams = np.stack([np.roll(ring, -i * trained) for i in range(times)])
-    streams = np.concatenate([streams, streams[:, :1]], axis=1)
+    starts = range(0, len(ring), len(ring) // arguments.streams)
+    streams = np.stack([np.resize(np.roll(ring, -start), len(ring) + trained + 1) for start in starts])
     found = {}
     for name, caches in curves(model, trained, window).items():
         nats = costs(model, caches, streams, trained // 2)
-        found[name] = np.exp(nats.reshape(times, times, trained).mean(axis=(0, 2))).tolist()
-        print(f"{name}: {found[name][16] / found[name][0]:.4f} at 16 contexts of that inside", flush=True)
+        found[name] = np.exp(nats.reshape(len(streams), -1, trained).mean(axis=(0, 2))).tolist()
+        print(f"{name}: {found[name][around] / found[name][0]:.4f} at 16 contexts of that inside", flush=True)
     print(f"| tokens | {' | '.join(found)} |\n| ---: |{' ---: |' * len(found)}")
-    for part in range(times):
+    for part in range(around + 1):
         row = " | ".join(f"{curve[part]:.2f}" for curve in found.values())
         print(f"| {part * trained} to {(part + 1) * trained} | {row} |")
     if arguments.png is not None:
