@@ -21,6 +21,7 @@ from mlxmoe.errors import (
     RequestError,
     SamplingError,
     UnsupportedModelError,
+    WindowError,
 )
 from mlxmoe.memory.plan import Plan
 from mlxmoe.registry import register
@@ -50,6 +51,7 @@ __all__ = [
     "SamplingError",
     "Session",
     "UnsupportedModelError",
+    "WindowError",
     "__version__",
     "load",
     "register",

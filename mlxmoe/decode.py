@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import EngineClosedError
 from mlxmoe.experts.layer import ExpertStream, Passes
+from mlxmoe.kv.choose import KVChoice, room
 from mlxmoe.sampling import Sampled, Sampler
 
 POOL_TOKENS = (
@@ -36,9 +38,16 @@ class Decoder:
     """
 
     def __init__(
-        self, model: nn.Module, streams: Collection[ExpertStream], passes: Passes, *, chunk_tokens: int
+        self,
+        model: nn.Module,
+        streams: Collection[ExpertStream],
+        passes: Passes,
+        *,
+        chunk_tokens: int,
+        kv_choice: KVChoice | None = None,
     ) -> None:
         self.chunk_tokens = chunk_tokens
+        self._kv_choice = kv_choice
         self._model: nn.Module | None = model
         self._streams = list(streams)
         self._passes = passes
@@ -56,8 +65,8 @@ class Decoder:
             self._streams = []
 
     def new_cache(self) -> Cache:
-        """An empty cache as the model's definition makes it."""
-        return list(make_prompt_cache(self.model))
+        """An empty cache as the model's definition makes it, or as it was chosen for the engine."""
+        return list(make_prompt_cache(self.model)) if self._kv_choice is None else self._kv_choice.caches(self.model)
 
     def generate(
         self, prompt: Sequence[int], cache: Cache, sampler: Sampler, *, before: Sequence[int] = ()
@@ -81,7 +90,7 @@ class Decoder:
 
     def prefill(self, tokens: Sequence[int], cache: Cache) -> None:
         """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`."""
-        for chunk in _chunks(tokens, self.chunk_tokens):
+        for chunk in self._chunks(tokens, cache):
             with self._pass() as model:
                 model(mx.array([chunk]), cache=cache)
                 mx.eval([entry.state for entry in cache])
@@ -90,7 +99,7 @@ class Decoder:
     def logits(self, tokens: Sequence[int], cache: Cache) -> mx.array:
         """The logits `[T, V]` after each of `tokens`, from the very passes that `generate` makes for a prompt."""
         parts = []
-        for chunk in (*_chunks(tokens[:-1], self.chunk_tokens), tokens[-1:]):
+        for chunk in chain(self._chunks(tokens[:-1], cache), [list(tokens[-1:])]):
             with self._pass() as model:
                 logits = model(mx.array([chunk]), cache=cache)[0]
                 mx.eval(logits, [entry.state for entry in cache])
@@ -98,6 +107,14 @@ class Decoder:
         whole = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         mx.eval(whole)
         return whole
+
+    def _chunks(self, tokens: Sequence[int], cache: Cache) -> Iterator[list[int]]:
+        """`tokens` in calls that `cache` can take; each must have been made before the next one is asked for."""
+        begin = 0
+        while begin < len(tokens):
+            end = begin + min(self.chunk_tokens, room(cache) or self.chunk_tokens)
+            yield list(tokens[begin:end])
+            begin = end
 
     @contextmanager
     def _pass(self) -> Iterator[nn.Module]:
@@ -108,7 +125,3 @@ class Decoder:
                 yield self.model
             finally:
                 mx.eval([stream.take_pending() for stream in self._streams])
-
-
-def _chunks(tokens: Sequence[int], size: int) -> list[list[int]]:
-    return [list(tokens[start : start + size]) for start in range(0, len(tokens), size)]

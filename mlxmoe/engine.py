@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.bank import BankCounters
 from mlxmoe.hub import Progress, resolve
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import CHUNK_TOKENS, LoadedModel, load_folder
 from mlxmoe.memory.plan import Plan, expert_budget
 from mlxmoe.memory.reading import usable_bytes
@@ -37,6 +38,9 @@ def load(
     experts: int | float | str = "auto",
     memory: int | str | None = None,
     context: int | None = None,
+    window: int | None = None,
+    sinks: int = 4,
+    kv_bits: int | None = None,
     progress: Progress | None = None,
     revision: str | None = None,
     adapter: str | Path | None = None,
@@ -47,12 +51,20 @@ def load(
     `experts`: how much of the routed experts is kept in memory: "auto" (as much as fits), "all", bytes, "12GB", or a
     share such as 0.25 or "25%". Fewer are slower, and change no word. `memory`: the most the engine may use, bytes or
     "24GB"; by default what the machine can give now, less a reserve. `context`: tokens, prompt and reply, that must
-    fit; by default what the model was made for. `progress(stage, done_bytes, total_bytes)`: called during download
+    fit; by default what the model was made for.
+
+    Lossy, and off unless asked for, are `window` and `kv_bits`. `window`: tokens that each token attends to, the
+    first `sinks` of the text and the last `window - sinks`. The KV cache grows no further, and where positions can be
+    kept within what the model was made for (else a warning says so) a text may go on for ever. `kv_bits`: 8 or 4 for
+    a quantised KV cache.
+
+    `progress(stage, done_bytes, total_bytes)`: called during download
     and loading. `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
     `trust_remote_code`: run model code that comes with the weights.
 
-    Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
+    Raises ModelError, DownloadError, MemoryBudgetError or WindowError; see mlxmoe.errors.
     """
+    kv_settings = KVSettings(window, sinks, kv_bits)
     memory_bytes = usable_bytes() if memory is None else parse_bytes(memory, "memory")
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before a download
     folder = resolve(model, revision, progress)
@@ -64,6 +76,7 @@ def load(
         progress=progress,
         adapter=None if adapter is None else Path(adapter).expanduser(),
         trust_remote_code=trust_remote_code,
+        kv_settings=kv_settings,
     )
     model_type = loaded.config["model_type"]
     if loaded.layers and find_spec(model_type) is None:
@@ -75,7 +88,7 @@ class Engine:
     """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
 
     `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder. `plan`: how the
-    memory was divided.
+    memory was divided. `kv_settings`: the window and the bits of its KV caches.
     """
 
     def __init__(self, loaded: LoadedModel, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -83,10 +96,17 @@ class Engine:
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
         self.plan: Plan = loaded.plan
+        self.kv_settings: KVSettings = loaded.kv_choice.settings
         self._layers = loaded.layers
         self._counters = {path: stream.bank.counters for path, stream in loaded.streams.items()}
         self._reader = loaded.reader
-        self._decoder = Decoder(loaded.model, loaded.streams.values(), loaded.passes, chunk_tokens=chunk_tokens)
+        self._decoder = Decoder(
+            loaded.model,
+            loaded.streams.values(),
+            loaded.passes,
+            chunk_tokens=chunk_tokens,
+            kv_choice=loaded.kv_choice,
+        )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, self._lookups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from mlxmoe.experts.checkpoint import ExpertReader
 from mlxmoe.experts.layer import LINEAR_TYPES, ExpertStream, Passes, expert_arrays, put_bank
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
+from mlxmoe.kv.choose import KVChoice
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import MoeLayer, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
@@ -53,6 +55,7 @@ class LoadedModel:
     streams: Mapping[str, ExpertStream]
     passes: Passes
     reader: ExpertReader
+    kv_choice: KVChoice
 
 
 def load_folder(
@@ -64,19 +67,22 @@ def load_folder(
     progress: Progress | None = None,
     adapter: Path | None = None,
     trust_remote_code: bool = False,
+    kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
-    opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
+    opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
+    bound = None if opened.kv_choice.endless else opened.model_context
+    context = _asked_context(path, bound, context)
     plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill_bytes=_prefill_bytes(opened.modules, opened.layers),
-        context=_asked_context(path, opened.model_context, context),
-        model_context=opened.model_context,
+        prefill_bytes=_prefill_bytes(opened.modules, opened.layers) + _handed_bytes(opened, context or bound),
+        context=context,
+        model_context=bound,
         experts=experts,
         memory_bytes=memory_bytes,
     )
@@ -85,6 +91,7 @@ def load_folder(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, plan.model_context, plan.context,
         )  # fmt: skip
+    plan = replace(plan, model_context=opened.model_context)
     reader, passes = ExpertReader(opened.checkpoint.files), Passes()
     try:
         streams = _place_banks(opened, plan, reader, passes)
@@ -104,6 +111,7 @@ def load_folder(
         streams=streams,
         passes=passes,
         reader=reader,
+        kv_choice=opened.kv_choice,
     )
 
 
@@ -132,6 +140,18 @@ def _prefill_bytes(modules: Mapping[str, nn.Module], layers: Sequence[MoeLayer])
         width = sum(linear.output_dims for linear in linears) + 3 * linears[0].input_dims
         widths.append(layer.top_k * width)
     return POOL_BYTES + CHUNK_TOKENS * max(widths, default=0) * 4
+
+
+def _handed_bytes(opened: OpenedModel, context: int | None) -> int:
+    """Room for the rows that one layer at a time has before it beside those that are stored.
+
+    Those of a window and a chunk, or of the whole `context` where quantised rows are handed out without a window.
+    """
+    settings = opened.kv_choice.settings
+    if settings.lossless:
+        return 0
+    tokens = (context or 0) if settings.window is None else settings.window + CHUNK_TOKENS
+    return tokens * opened.handed_row_bytes
 
 
 def _place_banks(opened: OpenedModel, plan: Plan, reader: ExpertReader, passes: Passes) -> dict[str, ExpertStream]:

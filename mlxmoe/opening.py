@@ -15,12 +15,15 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model
 
-from mlxmoe.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
+from mlxmoe.errors import CheckpointError, MlxMoeError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
 from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
+from mlxmoe.kv.choose import KVChoice, choose
+from mlxmoe.kv.layers import leaves_of
+from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import KV_STEP, KVBytes, MoeLayer
 
 # How the definitions' configs call the number of routed experts.
@@ -32,7 +35,11 @@ _EXPERT_COUNT_KEYS = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path."""
+    """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path.
+
+    `kv`: what its caches take, as `kv_choice` makes them; `handed_row_bytes`: of one token's rows in the widest layer
+    of those that it replaces, as the layer computes with them.
+    """
 
     model: nn.Module
     config: dict[str, Any]
@@ -43,9 +50,17 @@ class OpenedModel:
     kv: KVBytes
     vocab_size: int
     model_context: int | None
+    kv_choice: KVChoice
+    handed_row_bytes: int
 
 
-def open_folder(path: Path, *, adapter: Path | None = None, trust_remote_code: bool = False) -> OpenedModel:
+def open_folder(
+    path: Path,
+    *,
+    adapter: Path | None = None,
+    trust_remote_code: bool = False,
+    kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
+) -> OpenedModel:
     """Look at the model in folder `path` without reading a weight. Raises ModelError and its kin."""
     config = read_config(path)
     checkpoint = read_checkpoint(path)
@@ -55,14 +70,17 @@ def open_folder(path: Path, *, adapter: Path | None = None, trust_remote_code: b
     if adapter is not None:
         _apply_adapter(model, modules, adapter)
     try:
-        layers, kv, vocab = _probe(model, modules)
+        context = _model_context(config)
+        layers, kv, vocab, kv_choice, handed = _probe(model, modules, kv_settings, context)
+    except MlxMoeError:
+        raise
     except Exception as error:  # a value of the config that the definition notices only when it computes
         raise ModelError(
             f"The {config['model_type']} model of {path}/config.json cannot compute: {type(error).__name__}: "
             f"{brief(error)}"
         ) from error
     trunk_bytes = _trunk_bytes(model, layers)
-    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, _model_context(config))
+    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, context, kv_choice, handed)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -173,12 +191,18 @@ def _model_context(config: Mapping[str, Any]) -> int | None:
     return next((length for length in lengths if isinstance(length, int) and length > 1), None)
 
 
-def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[MoeLayer], KVBytes, int]:
-    """Each MoE layer's numbers, the KV cache's growth, and the vocabulary: read off passes never evaluated."""
+def _probe(
+    model: nn.Module, modules: Mapping[str, nn.Module], kv_settings: KVSettings, context: int | None
+) -> tuple[list[MoeLayer], KVBytes, int, KVChoice, int]:
+    """Each MoE layer's numbers, the KV cache's growth, the vocabulary, the caches and the widest of them.
+
+    Read off passes that are never evaluated.
+    """
     caches = []
     with Listening(dict(modules)) as heard:
+        kv_choice = choose(model, kv_settings, context)
         for tokens in (1, KV_STEP + 1):
-            caches.append(make_prompt_cache(model))
+            caches.append(kv_choice.caches(model))
             logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[-1])
     most = max(heard.top_k.values(), default=0)
     layers = []
@@ -187,17 +211,28 @@ def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[Moe
         num_experts = next(iter(arrays.values())).shape[0]
         expert_bytes = sum(array.nbytes for array in arrays.values()) // num_experts
         layers.append(MoeLayer(path, num_experts, min(heard.top_k.get(path, most), num_experts), expert_bytes))
-    return layers, _kv_bytes(*caches), int(logits.shape[-1])
+    leaves = [leaf for cache in caches[-1] for leaf in leaves_of(cache)]
+    handed = max((leaf.handed_row_bytes for leaf in leaves if isinstance(leaf, SlidingWindowKVCache)), default=0)
+    return layers, _kv_bytes(*caches), int(logits.shape[-1]), kv_choice, handed
 
 
 def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
     """What caches take, from two sets of them that have seen 1 and 257 tokens."""
     fixed, step = 0, 0
     windows: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
     for before, after in zip(one, more, strict=True):
         if hasattr(before, "caches"):  # several caches in one layer
             inner = _kv_bytes(before.caches, after.caches)
             fixed, step, windows = fixed + inner.fixed_bytes, step + inner.step_bytes, [*windows, *inner.windows]
+            rows += inner.rows
+            continue
+        if isinstance(after, SlidingWindowKVCache):
+            fixed += after.beside_bytes
+            if after.window is None:
+                step += KV_STEP * after.row_bytes
+            else:
+                rows.append((after.window, after.row_bytes))
             continue
         first, growth = _nbytes(before), _nbytes(after) - _nbytes(before)
         fixed += first - growth
@@ -206,7 +241,7 @@ def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
             windows.append((-(-size // KV_STEP), growth))
         else:
             step += growth
-    return KVBytes(fixed, step, tuple(windows))
+    return KVBytes(fixed, step, tuple(windows), tuple(rows))
 
 
 def _nbytes(cache: Any) -> int:

@@ -83,7 +83,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 def chosen(model: Any, trained: int | None = None, **settings: Any) -> KVChoice:
-    return choose(model, find_kv_layers(model), KVSettings(**settings), trained)
+    return choose(model, KVSettings(**settings), trained)
 
 
 def explicit_caches(model: Any, window: int, sinks: int, bits: int | None) -> list[Any]:

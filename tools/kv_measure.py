@@ -27,7 +27,6 @@ from tokenizers import Tokenizer
 
 from mlxmoe.hub import demo_folder
 from mlxmoe.kv.choose import choose
-from mlxmoe.kv.layers import find_kv_layers
 from mlxmoe.kv.settings import KVSettings
 
 HELD_OUT = 0.02  # of the chapters, as train_demo.py has it
@@ -72,7 +71,7 @@ def held_out_tokens(folder: Path) -> np.ndarray:
 
 def ours(model: nn.Module, trained: int, **settings: Any) -> Caches:
     """Makes caches as an engine would."""
-    choice = choose(model, find_kv_layers(model), KVSettings(**settings), trained)
+    choice = choose(model, KVSettings(**settings), trained)
     return lambda: choice.caches(model)
 
 

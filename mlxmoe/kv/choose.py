@@ -6,7 +6,7 @@ Layers that are bounded already (windows of their own, linear attention, state s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from mlxmoe.errors import UnsupportedModelError
-from mlxmoe.kv.layers import KVLayer, KVLayers
+from mlxmoe.kv.layers import KVLayer, KVLayers, find_kv_layers, leaves_of
 from mlxmoe.kv.positions import Positions
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
@@ -71,14 +71,22 @@ class KVChoice:
         )
 
 
-def choose(model: nn.Module, layers: KVLayers, settings: KVSettings, trained: int | None) -> KVChoice:
+def room(caches: Iterable[Any]) -> int | None:
+    """Tokens that the next call with `caches` may have; None for any number."""
+    leaves = (leaf for cache in caches for leaf in leaves_of(cache))
+    rooms = [leaf.room for leaf in leaves if isinstance(leaf, SlidingWindowKVCache) and leaf.room is not None]
+    return min(rooms, default=None)
+
+
+def choose(model: nn.Module, settings: KVSettings, trained: int | None) -> KVChoice:
     """The caches of `model` for `settings`. Raises UnsupportedModelError for a definition that they would break.
 
     Logs a warning where positions cannot be kept within what the model was made for.
     """
-    choice = KVChoice(settings, layers, trained)
     if settings.lossless:
-        return choice
+        return KVChoice(settings, KVLayers(()), trained)
+    layers = find_kv_layers(model)
+    choice = KVChoice(settings, layers, trained)
     name = type(model).__module__.rpartition(".")[2]
     asked = " and ".join(
         f"{key}={value}" for key, value in (("window", settings.window), ("kv_bits", settings.kv_bits)) if value

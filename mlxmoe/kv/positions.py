@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,15 @@ class Rotation:
 
     `part`: which of the two that the layer caches; the first `dims` numbers of its rows are rotated, `traditional`ly
     in neighbouring pairs or in halves, pair i by `position / freqs[i]`. A factor on the rows, as YaRN and Su have,
-    was applied before they were cached and is not applied again.
+    was applied before they were cached and is not applied again. `steady`: whether pairs turn alike at every
+    position; where not, as with a dynamic base, calls must keep below the ceiling of the positions.
     """
 
     part: Literal["keys", "values"]
     dims: int
     traditional: bool
     freqs: mx.array
+    steady: bool = True
 
     @classmethod
     def of(cls, rope: Any, part: Literal["keys", "values"]) -> Rotation | None:
@@ -86,7 +89,8 @@ class Rotation:
         base, scale = getattr(rope, "base", None), getattr(rope, "scale", 1.0)
         if not isinstance(base, int | float) or not isinstance(scale, int | float):
             return None
-        return cls(part, dims, traditional, base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) / scale)
+        freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) / scale
+        return cls(part, dims, traditional, freqs, not isinstance(rope, DynamicNTKScalingRoPE))
 
     def moved(self, rows: mx.array, by: int) -> mx.array:
         """`rows [B, H, L, D]` as they would be `by` positions further on; the input itself for 0."""

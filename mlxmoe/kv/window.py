@@ -15,8 +15,7 @@ from mlxmoe.kv.masks import window_mask
 from mlxmoe.kv.packing import Packed, Packing, cut, empty_like, join, nbytes, write
 from mlxmoe.kv.positions import Positions, Rotation
 from mlxmoe.kv.settings import KVSettings
-
-STEP = 256  # rows by which a cache grows until it has its window, as mlx-lm's do
+from mlxmoe.memory.plan import KV_STEP
 
 
 class SlidingWindowKVCache:
@@ -66,8 +65,10 @@ class SlidingWindowKVCache:
 
     @property
     def room(self) -> int | None:
-        """Tokens of one call that keep to the trained positions; None for any number."""
-        return None if self.positions is None else self.positions.room(self.seen)
+        """Tokens that the next call may have; None for any number."""
+        if self.positions is None or self.rotation is None or self.rotation.steady:
+            return None
+        return self.positions.room(self.seen)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take in `[B, H, T, D]` rows; all rows that the T tokens attend to between them, as `make_mask` has them."""
@@ -119,8 +120,20 @@ class SlidingWindowKVCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's rows; 0 in an empty cache."""
-        return sum(nbytes(rows) // rows[0].shape[2] for rows in self._rows.values() if rows[0].shape[2])
+        """Bytes of one token's rows as they are stored; 0 in an empty cache."""
+        return sum(nbytes(rows) // max(rows[0].shape[2], 1) for rows in self._rows.values())
+
+    @property
+    def handed_row_bytes(self) -> int:
+        """Bytes of one token's rows as they are handed out for a layer to compute with; 0 in an empty cache."""
+        heads = {part: rows[0].shape[0] * rows[0].shape[1] for part, rows in self._rows.items()}
+        size = {part: rows[-1].dtype.size for part, rows in self._rows.items()}
+        return sum(heads[part] * size[part] * packing.width for part, packing in self._packings.items())
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that are stored beside the rows, however many those are."""
+        return self.nbytes - self.row_bytes * max((rows[0].shape[2] for rows in self._rows.values()), default=0)
 
     def is_trimmable(self) -> bool:
         """Whether every token seen is still there: what the window has let go cannot come back."""
@@ -163,7 +176,7 @@ class SlidingWindowKVCache:
             [self.seen, self._back, self._sinks_at, self.window, self.sinks, self.kv_bits],
             [packing.width for packing in self._packings.values()] or None,
             positions and [positions.trained, positions.step, positions.ceiling, positions.rebase],
-            rotation and [rotation.part, rotation.dims, rotation.traditional, rotation.freqs],
+            rotation and [rotation.part, rotation.dims, rotation.traditional, rotation.freqs, rotation.steady],
         )
 
     @state.setter
@@ -234,7 +247,7 @@ class SlidingWindowKVCache:
         needed = self._count(stop)
         for part, rows in self._rows.items():
             if rows[0].shape[2] < needed:
-                room = self._count(-(-needed // STEP) * STEP)
+                room = self._count(-(-needed // KV_STEP) * KV_STEP)
                 rows[:] = join(cut(rows, 0, start), empty_like(new[part], room - min(start, room)))
             write(rows, self._slot(start), new[part])
 

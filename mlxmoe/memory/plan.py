@@ -36,18 +36,24 @@ class MoeLayer:
 class KVBytes:
     """What a KV cache takes: `fixed_bytes` whatever its length, `step_bytes` for every 256 tokens.
 
-    `windows`: for caches that stop growing, the steps and bytes of each: `(most_steps, step_bytes)`.
+    `windows`: for caches that stop growing, the steps and bytes of each: `(most_steps, step_bytes)`. `rows`: for
+    caches that grow in such steps up to a window of any length, their tokens and the bytes of one:
+    `(most_tokens, token_bytes)`; they are counted whole where no length is known.
     """
 
     fixed_bytes: int = 0
     step_bytes: int = 0
     windows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
 
     def of(self, tokens: int | None) -> int:
         """Bytes for `tokens`; for the first step where no length is known."""
         steps = -(-(tokens or 1) // KV_STEP)
         windows = sum(min(steps, most) * step_bytes for most, step_bytes in self.windows)
-        return self.fixed_bytes + steps * self.step_bytes + windows
+        rows = sum(
+            (most if tokens is None else min(steps * KV_STEP, most)) * token_bytes for most, token_bytes in self.rows
+        )
+        return self.fixed_bytes + steps * self.step_bytes + windows + rows
 
     def tokens_in(self, nbytes: int) -> int:
         """The most tokens, in whole steps, whose cache takes at most `nbytes`."""
