@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from demo_text import EOT_ID, read_texts
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
@@ -149,28 +149,35 @@ def measure_bits(model: nn.Module, trained: int, arguments: argparse.Namespace) 
 
 
 def measure_curve(model: nn.Module, trained: int, arguments: argparse.Namespace) -> None:
-    """Perplexity by the position in the text.
+    """What text costs by its position, relative to the same text at the beginning of a stream.
 
-    A ring of 16 trained contexts of text is read from several places on, until it comes round to the first again: so
-    what stands at the beginning of a stream and 16 contexts later is the same, and what differs is the position.
+    A ring of 16 trained contexts of text is read from several places on, once round and one context more: so what
+    stands at the beginning of a stream and 16 contexts later is the same text, and what differs is the position.
     """
-    tokens, window, around = held_out_tokens(arguments.model), arguments.window, 16
-    half = trained * around // 2
-    ring = np.concatenate([tokens[:half], tokens[-half:]])  # both languages
-    starts = range(0, len(ring), len(ring) // arguments.streams)
-    streams = np.stack([np.resize(np.roll(ring, -start), len(ring) + trained + 1) for start in starts])
+    window, around = arguments.window, 16
+    ring = held_out_tokens(arguments.model)[: trained * around]
+    alone = np.append(ring, ring[0])
+    parts = np.stack([alone[i * trained : (i + 1) * trained + 1] for i in range(around)])
+    base = costs(model, lambda: [KVCache() for _ in model.layers], parts, trained).mean(axis=1)  # of each part
+    apart = around // arguments.streams
+    firsts = range(apart // 2, around, apart)  # the ring's seam is at no stream's beginning
+    streams = np.stack([np.resize(np.roll(ring, -first * trained), len(ring) + trained + 1) for first in firsts])
+    text = np.array([[(first + place) % around for place in range(around + 1)] for first in firsts])
     found = {}
     for name, caches in curves(model, trained, window).items():
-        nats = costs(model, caches, streams, trained // 2)
-        found[name] = np.exp(nats.reshape(len(streams), -1, trained).mean(axis=(0, 2))).tolist()
-        print(f"{name}: {found[name][around] / found[name][0]:.4f} at 16 contexts of that inside", flush=True)
-    print(f"| tokens | {' | '.join(found)} |\n| ---: |{' ---: |' * len(found)}")
-    for part in range(around + 1):
-        row = " | ".join(f"{curve[part]:.2f}" for curve in found.values())
-        print(f"| {part * trained} to {(part + 1) * trained} | {row} |")
+        nats = costs(model, caches, streams, trained // 2).reshape(len(streams), -1, trained).mean(axis=2)
+        found[name] = np.exp((nats - base[text]).mean(axis=0)).tolist()
+        inside, beyond = math.exp(nats[:, 0].mean()), math.exp(nats[:, around].mean())
+        print(
+            f"{name}: perplexity {inside:.2f} inside, {beyond:.2f} at 16 contexts: {beyond / inside:.4f}", flush=True
+        )
+    print(f"\n| tokens | {' | '.join(found)} |\n| ---: |{' ---: |' * len(found)}")
+    for place in range(around + 1):
+        row = " | ".join(f"{curve[place]:.4f}" for curve in found.values())
+        print(f"| {place * trained} to {(place + 1) * trained} | {row} |")
     if arguments.png is not None:
         draw(arguments.png, found, trained, window)
-    print(json.dumps({"window": window, "trained": trained, "perplexity": found}))
+    print(json.dumps({"window": window, "trained": trained, "relative_perplexity": found}))
 
 
 def curves(model: nn.Module, trained: int, window: int) -> dict[str, Caches]:
@@ -192,8 +199,10 @@ def draw(file: Path, found: dict[str, list[float]], trained: int, window: int) -
     for (name, curve), style in zip(found.items(), ("-", "--", ":", "-", "-"), strict=True):
         axes.plot([(part + 0.5) * trained for part in range(len(curve))], curve, style, label=name)
     axes.axvline(trained, color="grey", linewidth=0.8)
-    axes.set(xlabel=f"position in the text, tokens (trained: {trained}, window: {window})", ylabel="perplexity")
-    axes.set_ylim(bottom=0)
+    axes.set(
+        xlabel=f"position in the text, tokens (trained: {trained}, window: {window})",
+        ylabel="perplexity, 1: the same text at the beginning",
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=110)
