@@ -134,14 +134,12 @@ def measure_bits(model: nn.Module, trained: int, arguments: argparse.Namespace) 
     length = arguments.length
     count = (len(tokens) - 1) // length
     streams = np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
-    found = {}
-    for bits in (None, 8, 4):
-        caches = ours(model, trained, kv_bits=bits, window=arguments.window)
-        nats = costs(model, caches, streams, length // 2).mean()
-        found[bits or 16] = math.exp(nats)
+    found: dict[int, float] = {}
     print("| bits | perplexity | of unquantised |\n| ---: | ---: | ---: |")
-    for bits, perplexity in found.items():
-        print(f"| {bits} | {perplexity:.4f} | {perplexity / found[16]:.4f} |")
+    for bits in (None, 8, 4):
+        nats = costs(model, ours(model, trained, kv_bits=bits, window=arguments.window), streams, length // 2)
+        found[bits or 16] = math.exp(nats.mean())
+        print(f"| {bits or 16} | {found[bits or 16]:.4f} | {found[bits or 16] / found[16]:.4f} |", flush=True)
     print(json.dumps({"model": arguments.model.name, "tokens": int(streams.size), "perplexity": found}))
 
 
