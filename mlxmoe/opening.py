@@ -228,7 +228,6 @@ def _kv_bytes(one: Sequence[Any], more: Sequence[Any]) -> KVBytes:
             rows += inner.rows
             continue
         if isinstance(after, SlidingWindowKVCache):
-            fixed += after.beside_bytes
             if after.window is None:
                 step += KV_STEP * after.row_bytes
             else:

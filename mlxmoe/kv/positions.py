@@ -18,46 +18,32 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The steps in which positions go back, in tokens.
-
-    `trained`: distance to the first sink that no token reaches. `step`: how far it goes back when it would.
-    `ceiling`: position that the model is never shown. `rebase`: how far back the rows in the window are turned when
-    it would; a multiple of `step`. Where `ceiling == trained` and `rebase == step` the sinks themselves never move.
-    """
+    """`trained`: the first position that the model is not shown. `step`: how far they go back when they would."""
 
     trained: int
     step: int
-    ceiling: int
-    rebase: int
 
     @classmethod
-    def within(cls, trained: int, window: int, least_rebase: int = 0) -> Positions:
+    def within(cls, trained: int, window: int) -> Positions:
         """For a window of a model trained for `trained` tokens.
 
-        A step is what the window leaves of the trained context, or an eighth of it where that is more: then the
-        sinks stand for a while where the oldest tokens of the window are, which the perplexity does not show
-        (docs/notebook.md). `least_rebase`: rows are turned by this or more at a time, so that few turns, each of
-        which rounds, meet a row; where it is more than a step, positions pass `trained` though no distance does.
+        A step is what the window leaves of the trained context, so that a row is turned once while it is in a window
+        of half the context or less; or an eighth of the context where that is more: then the sinks stand for a while
+        where the oldest tokens of the window are.
         """
-        step = max(trained - window, trained // 8, 1)
-        rebase = max(step, -(-least_rebase // step) * step)
-        return cls(trained, step, trained - step + rebase, rebase)
+        return cls(trained, max(trained - window, trained // 8, 1))
 
     def epoch(self, token: int) -> int:
-        """How many steps back token number `token` is from where the text has it, as the sinks see it."""
+        """How many steps back token number `token` is from where the text has it."""
         return 0 if token < self.trained else 1 + (token - self.trained) // self.step
 
     def back(self, token: int) -> int:
-        """How far the position that the model is shown for `token` is behind its number."""
-        return 0 if token < self.ceiling else self.rebase * (1 + (token - self.ceiling) // self.rebase)
-
-    def sinks_at(self, epoch: int, back: int) -> int:
-        """Where the first sink stands for tokens of `epoch` that are shown `back` behind their numbers."""
-        return epoch * self.step - back
+        """How far back that is, in tokens."""
+        return self.epoch(token) * self.step
 
     def room(self, token: int) -> int:
-        """Tokens from `token` on whose positions stay below `ceiling` in one call."""
-        return self.ceiling - (token - self.back(token))
+        """Tokens from `token` on whose positions stay in the trained context in one call."""
+        return self.trained - (token - self.back(token))
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Rotation:
     `part`: which of the two that the layer caches; the first `dims` numbers of its rows are rotated, `traditional`ly
     in neighbouring pairs or in halves, pair i by `position / freqs[i]`. A factor on the rows, as YaRN and Su have,
     was applied before they were cached and is not applied again. `steady`: whether pairs turn alike at every
-    position; where not, as with a dynamic base, calls must keep below the ceiling of the positions.
+    position; where not, as with a dynamic base, no call may go beyond the trained context.
     """
 
     part: Literal["keys", "values"]

@@ -30,10 +30,9 @@ class SlidingWindowKVCache:
     layer's rows carry theirs. Without `positions` they count on as in any cache; a layer whose rows carry none has
     `positions` as its neighbours have, and no `rotation`.
 
-    Memory: rows for `window` tokens, in steps of 256 until it has them all and never again, and the sinks a second
-    time as they were where positions move. A call of T > 1 tokens that does not fit hands out `window + T` rows (and
-    the sinks again for every step of their position within it), which one layer after the other holds while it
-    computes.
+    Memory: rows for `window` tokens, in steps of 256 until it has them all and never again. A call of T > 1 tokens
+    that does not fit hands out `window + T` rows (and the sinks again for every step of the positions within it),
+    which one layer after the other holds while it computes.
     """
 
     def __init__(
@@ -54,9 +53,7 @@ class SlidingWindowKVCache:
         self.seen = 0  # tokens, all of them
         self._packings: dict[str, Packing] = {}
         self._rows: dict[str, Packed] = {}  # "keys" and "values", once there are some
-        self._first: mx.array | None = None  # the sinks' rows of the rotated part, as they came
-        self._back = 0  # the window's rows stand this far back from their numbers
-        self._sinks_at = 0  # where the first sink stands
+        self._back = 0  # all but the sinks stand this far back from their numbers
 
     @property
     def offset(self) -> int:
@@ -79,9 +76,7 @@ class SlidingWindowKVCache:
                 "values": Packing(values.shape[3], self.kv_bits),
             }
         self._settle(start)
-        given = {"keys": keys, "values": values}
-        self._keep_first(start, given)
-        new = {part: self._packings[part].pack(rows) for part, rows in given.items()}
+        new = {"keys": self._packings["keys"].pack(keys), "values": self._packings["values"].pack(values)}
         if not self._rows:
             self._rows = {part: empty_like(rows, 0) for part, rows in new.items()}
         self.seen = stop
@@ -115,8 +110,7 @@ class SlidingWindowKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is stored."""
-        first = 0 if self._first is None else self._first.nbytes
-        return sum(nbytes(rows) for rows in self._rows.values()) + first
+        return sum(nbytes(rows) for rows in self._rows.values())
 
     @property
     def row_bytes(self) -> int:
@@ -129,11 +123,6 @@ class SlidingWindowKVCache:
         heads = {part: rows[0].shape[0] * rows[0].shape[1] for part, rows in self._rows.items()}
         size = {part: rows[-1].dtype.size for part, rows in self._rows.items()}
         return sum(heads[part] * size[part] * packing.width for part, packing in self._packings.items())
-
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes that are stored beside the rows, however many those are."""
-        return self.nbytes - self.row_bytes * max((rows[0].shape[2] for rows in self._rows.values()), default=0)
 
     def is_trimmable(self) -> bool:
         """Whether every token seen is still there: what the window has let go cannot come back."""
@@ -172,17 +161,16 @@ class SlidingWindowKVCache:
         return (
             self._rows.get("keys"),
             self._rows.get("values"),
-            self._first,
-            [self.seen, self._back, self._sinks_at, self.window, self.sinks, self.kv_bits],
+            [self.seen, self._back, self.window, self.sinks, self.kv_bits],
             [packing.width for packing in self._packings.values()] or None,
-            positions and [positions.trained, positions.step, positions.ceiling, positions.rebase],
+            positions and [positions.trained, positions.step],
             rotation and [rotation.part, rotation.dims, rotation.traditional, rotation.freqs, rotation.steady],
         )
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        keys, values, self._first, numbers, widths, positions, rotation = state
-        self.seen, self._back, self._sinks_at, self.window, self.sinks, self.kv_bits = numbers
+        keys, values, numbers, widths, positions, rotation = state
+        self.seen, self._back, self.window, self.sinks, self.kv_bits = numbers
         self.positions = None if positions is None else Positions(*positions)
         self.rotation = None if rotation is None else Rotation(*rotation)
         self._rows = {} if keys is None else {"keys": list(keys), "values": list(values)}
@@ -220,27 +208,13 @@ class SlidingWindowKVCache:
         return self.sinks + (token - self.sinks) % (self.window - self.sinks)
 
     def _settle(self, start: int) -> None:
-        """Turn stored rows to where tokens from number `start` on look for them."""
-        if self.positions is None or not self._rows:
-            return
-        back = self.positions.back(start)
-        sinks_at = self.positions.sinks_at(self._epoch(start), back)
-        if self.rotation is not None:
+        """Turn the rows behind the sinks to where tokens from number `start` on look for them."""
+        back, stored = 0 if self.positions is None else self.positions.back(start), self._count(start)
+        if self.rotation is not None and back != self._back and stored > self.sinks:
             packing, rows = self._packings[self.rotation.part], self._rows[self.rotation.part]
-            if back != self._back and self._count(start) > self.sinks:
-                recent = packing.unpack(cut(rows, self.sinks, self._count(start)))
-                write(rows, self.sinks, packing.pack(self.rotation.moved(recent, self._back - back)))
-            if sinks_at != self._sinks_at and self._first is not None:
-                write(rows, 0, packing.pack(self.rotation.moved(self._first, sinks_at)))
-        self._back, self._sinks_at = back, sinks_at
-
-    def _keep_first(self, start: int, given: dict[str, mx.array]) -> None:
-        """Remember the sinks as they came: turned again and again, or quantised twice, they would fade."""
-        if self.positions is None or self.rotation is None or start >= self.sinks:
-            return
-        new = given[self.rotation.part][..., : self.sinks - start, :]
-        before = None if self._first is None else self._first[..., :start, :]
-        self._first = mx.contiguous(new) if before is None else mx.concatenate([before, new], axis=2)
+            recent = packing.unpack(cut(rows, self.sinks, stored))
+            write(rows, self.sinks, packing.pack(self.rotation.moved(recent, self._back - back)))
+        self._back = back
 
     def _put(self, start: int, stop: int, new: dict[str, Packed]) -> None:
         """Write the rows of tokens `start` to `stop` to their slots, which lie side by side."""
@@ -254,15 +228,14 @@ class SlidingWindowKVCache:
     def _slide(self, start: int, stop: int, new: dict[str, Packed]) -> tuple[mx.array, mx.array]:
         """Several tokens at once, of which the last ones see other rows than the first."""
         text = {part: join(self._in_order(part, start), new[part]) for part in new}
-        handed = text
-        epochs = range(self._epoch(start) + 1, self._epoch(stop - 1) + 1)
-        if epochs and self.sinks:
-            handed = {part: join(*(self._sinks_of(part, text, e) for e in epochs), text[part]) for part in text}
         if self._count(stop) == stop:
             self._put(start, stop, new)
         else:
             self._rows = {part: self._last_window(rows, stop) for part, rows in text.items()}
-        keys, values = self._unpacked(handed)
+        keys, values = (
+            mx.concatenate([*self._later_sinks(part, text[part], start, stop), rows], axis=2)
+            for part, rows in zip(text, self._unpacked(text), strict=True)
+        )
         # what is kept is made as soon as this layer computes: otherwise the rows of all layers would wait for it
         keys, values = mx.depends([keys, values], [*self._rows["keys"], *self._rows["values"]])
         return keys, values
@@ -275,12 +248,15 @@ class SlidingWindowKVCache:
         oldest = self._slot(start)
         return join(cut(rows, 0, self.sinks), cut(rows, oldest, self.window), cut(rows, self.sinks, oldest))
 
-    def _sinks_of(self, part: str, text: dict[str, Packed], epoch: int) -> Packed:
-        """The sinks once more, where tokens of a later epoch look for them."""
-        if self.positions is None or self.rotation is None or self.rotation.part != part or self._first is None:
-            return cut(text[part], 0, self.sinks)
-        moved = self.rotation.moved(self._first, self.positions.sinks_at(epoch, self._back))
-        return self._packings[part].pack(moved)
+    def _later_sinks(self, part: str, text: Packed, start: int, stop: int) -> list[mx.array]:
+        """The sinks once more for each later epoch in this call, as far on as its tokens should be further back."""
+        later = range(1, self._epoch(stop - 1) - self._epoch(start) + 1)
+        if self.positions is None or not self.sinks or not later:
+            return []
+        sinks = self._packings[part].unpack(cut(text, 0, self.sinks))
+        if self.rotation is None or self.rotation.part != part:
+            return [sinks] * len(later)
+        return [self.rotation.moved(sinks, steps * self.positions.step) for steps in later]
 
     def _last_window(self, text: Packed, stop: int) -> Packed:
         """What is kept of `text`: each row in the slot of its token, in memory of its own."""
