@@ -156,7 +156,7 @@ class SlidingWindowKVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """All there is of it, in arrays, numbers, strings and None. `from_state` makes an equal one."""
+        """All there is of it, in arrays, numbers and None. `from_state` makes an equal one."""
         rotation, positions = self.rotation, self.positions
         return (
             self._rows.get("keys"),
@@ -164,7 +164,8 @@ class SlidingWindowKVCache:
             [self.seen, self._back, self.window, self.sinks, self.kv_bits],
             [packing.width for packing in self._packings.values()] or None,
             positions and [positions.trained, positions.step],
-            rotation and [rotation.part, rotation.dims, rotation.traditional, rotation.freqs, rotation.steady],
+            rotation
+            and [rotation.part == "values", rotation.dims, rotation.traditional, rotation.freqs, rotation.steady],
         )
 
     @state.setter
@@ -172,7 +173,9 @@ class SlidingWindowKVCache:
         keys, values, numbers, widths, positions, rotation = state
         self.seen, self._back, self.window, self.sinks, self.kv_bits = numbers
         self.positions = None if positions is None else Positions(*positions)
-        self.rotation = None if rotation is None else Rotation(*rotation)
+        if rotation is not None:
+            rotation = Rotation("values" if rotation[0] else "keys", *rotation[1:])
+        self.rotation = rotation
         self._rows = {} if keys is None else {"keys": list(keys), "values": list(values)}
         parts = zip(("keys", "values"), widths or (), strict=False)
         self._packings = {part: Packing(width, self.kv_bits) for part, width in parts}
