@@ -20,7 +20,9 @@ Packed = list[mx.array]
 class Packing:
     """How rows of `width` numbers are stored, in `bits` or, for None, as they are.
 
-    A width that 32 does not divide is filled up with zeros to one that it does.
+    A width that 32 does not divide is filled up with zeros to one that it does. Quantised rows of a width that is a
+    power of two are stored behind a Hadamard rotation: keys have a few numbers that are always large, which would
+    take the levels from the others of their group (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
     """
 
     width: int
@@ -32,7 +34,12 @@ class Packing:
 
     @property
     def group(self) -> int:
-        return BEST_GROUP if self.padded % BEST_GROUP == 0 else LEAST_GROUP
+        return BEST_GROUP if self.bits == 8 and self.padded % BEST_GROUP == 0 else LEAST_GROUP
+
+    @property
+    def rotated(self) -> bool:
+        """Only where the rotation is its own inverse."""
+        return self.padded & (self.padded - 1) == 0
 
     @property
     def quantised(self) -> bool:
@@ -44,6 +51,8 @@ class Packing:
             return [rows]
         if self.padded != self.width:
             rows = mx.pad(rows, [(0, 0), (0, 0), (0, 0), (0, self.padded - self.width)])
+        if self.rotated:
+            rows = mx.hadamard_transform(rows)
         return list(mx.quantize(rows, group_size=self.group, bits=self.bits))
 
     def unpack(self, packed: Packed) -> mx.array:
@@ -52,6 +61,8 @@ class Packing:
             return packed[0]
         weights, scales, biases = packed
         rows = mx.dequantize(weights, scales, biases, group_size=self.group, bits=self.bits)
+        if self.rotated:
+            rows = mx.hadamard_transform(rows)
         return rows if self.padded == self.width else rows[..., : self.width]
 
 
