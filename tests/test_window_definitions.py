@@ -131,7 +131,7 @@ def test_bits_are_what_quantised_rows_give(model_of: Callable[[str], Any], name:
             model, chosen(model, window=window, sinks=SINKS, kv_bits=bits).caches(model), DIVISIONS["mixed"]
         )
         # a number that rounding moves across the border between two levels is off by a whole level
-        assert mx.abs(found - expected).mean().item() < rounding
+        assert mx.abs(found - expected).mean().item() < 5 * rounding
         assert largest(found - expected) < 200 * rounding
 
 
