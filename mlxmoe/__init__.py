@@ -23,6 +23,7 @@ from mlxmoe.errors import (
     SamplingError,
     SavedStateError,
     UnsupportedModelError,
+    WindowError,
 )
 from mlxmoe.kv.prefix import PrefixStats, PrefixStore
 from mlxmoe.memory.guard import MemoryEvent
@@ -61,6 +62,7 @@ __all__ = [
     "SavedStateError",
     "Session",
     "UnsupportedModelError",
+    "WindowError",
     "__version__",
     "load",
     "register",

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import EngineClosedError, MemoryPressureError
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.kv.choose import KVChoice, room
 from mlxmoe.kv.prefix import Prefixes, PrefixRun
 from mlxmoe.kv.state import CacheState, form, put, take
 from mlxmoe.sampling import Sampled, Sampler
@@ -63,10 +64,12 @@ class Decoder:
         experts: ExpertCache,
         *,
         chunk_tokens: int,
+        kv_choice: KVChoice | None = None,
         upkeep: Upkeep | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.chunk_tokens = chunk_tokens
+        self._kv_choice = kv_choice
         self._upkeep = upkeep
         self._model: nn.Module | None = model
         self._experts = experts
@@ -92,8 +95,8 @@ class Decoder:
         return self._upkeep is not None and self._upkeep.must_finish
 
     def new_cache(self) -> Cache:
-        """An empty cache as the model's definition makes it."""
-        return list(make_prompt_cache(self.model))
+        """An empty cache as the model's definition makes it, or as it was chosen for the engine."""
+        return list(make_prompt_cache(self.model)) if self._kv_choice is None else self._kv_choice.caches(self.model)
 
     def states(self, cache: Cache) -> list[CacheState]:
         """The states of `cache`, to be saved. Raises SavedStateError for a class that is not known."""
@@ -147,7 +150,7 @@ class Decoder:
         done = 0
         while done < len(tokens):
             with self._pass() as model:
-                chunk = tokens[done : done + self._chunk_size()]
+                chunk = tokens[done : done + self._chunk_size(cache)]
                 model(mx.array([chunk]), cache=cache)
                 mx.eval([entry.state for entry in cache])
                 if run is not None:
@@ -165,7 +168,7 @@ class Decoder:
         done = 0
         while done < len(tokens):
             with self._pass() as model:
-                size = min(self._chunk_size(), max(1, len(tokens) - 1 - done))
+                size = min(self._chunk_size(cache), max(1, len(tokens) - 1 - done))
                 logits = model(mx.array([tokens[done : done + size]]), cache=cache)[0]
                 mx.eval(logits, [entry.state for entry in cache])
             done += size
@@ -174,9 +177,9 @@ class Decoder:
         mx.eval(whole)
         return whole
 
-    def _chunk_size(self) -> int:
-        bound = None if self._upkeep is None else self._upkeep.chunk_tokens
-        return self.chunk_tokens if bound is None else min(bound, self.chunk_tokens)
+    def _chunk_size(self, cache: Cache) -> int:
+        bounds = (None if self._upkeep is None else self._upkeep.chunk_tokens, room(cache))
+        return min([self.chunk_tokens, *(bound for bound in bounds if bound is not None)])
 
     @contextmanager
     def _pass(self) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from mlxmoe.decode import Decoder
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
@@ -41,6 +42,9 @@ def load(
     experts: int | float | str = "auto",
     memory: int | str | None = None,
     context: int | None = None,
+    window: int | None = None,
+    sinks: int = 4,
+    kv_bits: int | None = None,
     prefixes: PrefixStore | int | str | None = None,
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
@@ -55,7 +59,12 @@ def load(
       a share such as 0.25 or "25%". Fewer are slower, and change no word.
     - `memory`: the most the engine may use, bytes or "24GB"; by default what the machine can give now, less a
       reserve.
-    - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits.
+    - `context`: tokens, prompt and reply, that must fit; by default what the model was made for, or what fits; with a
+      window any number, where its positions can be kept within what the model was made for.
+    - `window`: lossy, and off unless asked for: each token attends to the first `sinks` tokens of the text and to the
+      last `window - sinks` only. The KV cache grows no further, and a text may go on for ever; a warning says where
+      positions cannot be kept in range.
+    - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
@@ -65,8 +74,9 @@ def load(
     - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
       `trust_remote_code`: run model code that comes with the weights.
 
-    Raises ModelError, DownloadError or MemoryBudgetError; see mlxmoe.errors.
+    Raises ModelError, DownloadError, MemoryBudgetError or WindowError; see mlxmoe.errors.
     """
+    kv_settings = KVSettings(window, sinks, kv_bits)
     reading = MemoryReader().read()
     memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
     if memory is not None and memory_bytes > reading.total_bytes > 0:
@@ -87,6 +97,7 @@ def load(
         progress=progress,
         adapter=None if adapter is None else Path(adapter).expanduser(),
         trust_remote_code=trust_remote_code,
+        kv_settings=kv_settings,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
@@ -104,7 +115,8 @@ def load(
 class Engine:
     """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
 
-    `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder.
+    `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder. `kv_settings`: the
+    window and the bits of its KV caches.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class Engine:
         self.tokenizer: TokenizerWrapper = loaded.tokenizer
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
+        self.kv_settings: KVSettings = loaded.kv_choice.settings
         self._experts = loaded.experts
         chunk_tokens = chunk_tokens or loaded.plan.chunk_tokens
         self._adapter = adapter
@@ -135,7 +148,12 @@ class Engine:
             self._let_go.append(hold_wired(loaded.plan.memory_bytes, working_set_bytes(), self))
         self._balance = Balance(room, on_event=on_memory, spare=spare)
         self._decoder = Decoder(
-            loaded.model, loaded.experts, chunk_tokens=chunk_tokens, upkeep=self._balance, prefixes=stored
+            loaded.model,
+            loaded.experts,
+            chunk_tokens=chunk_tokens,
+            kv_choice=loaded.kv_choice,
+            upkeep=self._balance,
+            prefixes=stored,
         )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)

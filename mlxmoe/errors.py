@@ -11,7 +11,8 @@
     ├── MemoryPressureError         the machine is short of memory right now
     ├── RequestError                what was asked of a loaded model makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
-    │   └── SamplingError             a sampling value outside its range
+    │   ├── SamplingError             a sampling value outside its range
+    │   └── WindowError               a window, sinks or kv_bits that make no sense
     ├── SavedStateError             a saved session cannot be written, or is torn, of another model or version
     └── EngineClosedError           the engine was closed
 
@@ -73,6 +74,10 @@ class PromptError(RequestError):
 
 class SamplingError(RequestError):
     """A sampling value outside its range."""
+
+
+class WindowError(RequestError):
+    """A window, sinks or kv_bits that make no sense."""
 
 
 class SavedStateError(MlxMoeError):

@@ -5,7 +5,7 @@ mlx-lm's own classes grow by known laws; any other cache is looked at after pass
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,18 +20,19 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import KV_STEP, KVBytes, Rows
 
-KNOWN = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache)
+KNOWN = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, SlidingWindowKVCache)
 
 Arrays = Mapping[str, mx.array]
 
 
-def kv_growth(model: nn.Module) -> KVBytes:
-    """What the caches that `model` makes take after a prompt. Evaluates nothing."""
-    first = _after(model, 1)
+def kv_growth(model: nn.Module, make_caches: Callable[[nn.Module], list[Any]] = make_prompt_cache) -> KVBytes:
+    """What the caches that `make_caches` makes for `model` take after a prompt. Evaluates nothing."""
+    first = _after(model, make_caches(model), 1)
     lengths = (1, *_telling_lengths(first))
-    seen = [first, *(_after(model, tokens) for tokens in lengths[1:])]
+    seen = [first, *(_after(model, make_caches(model), tokens) for tokens in lengths[1:])]
     fixed, step = 0, 0
     rows: list[Rows] = []
     for entries in zip(*seen, strict=True):
@@ -57,9 +58,8 @@ def _telling_lengths(caches: Sequence[Any]) -> tuple[int, ...]:
     return 257, -(-past_windows // 1024) * 1024
 
 
-def _after(model: nn.Module, tokens: int) -> list[Any]:
-    """The model's caches after one pass of `tokens`, not evaluated."""
-    caches = make_prompt_cache(model)
+def _after(model: nn.Module, caches: list[Any], tokens: int) -> list[Any]:
+    """The model's `caches` after one pass of `tokens`, not evaluated."""
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
     return _flat(caches)
 
@@ -75,6 +75,9 @@ def _rows_of(entries: Sequence[Any], lengths: Sequence[int]) -> list[Rows]:
     arrays = [_arrays(entry) for entry in entries]
     nbytes = sum(array.nbytes for array in arrays[0].values())
     match one:
+        case SlidingWindowKVCache():
+            law = Rows(one.row_bytes, "steps") if one.window is None else Rows(one.row_bytes, "sliding", one.window)
+            return [law]
         case RotatingKVCache():
             return [Rows(nbytes // min(KV_STEP, one.max_size), "window", one.max_size)]
         case ChunkedKVCache():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.checkpoint import ExpertReader
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.hub import Progress
+from mlxmoe.kv.choose import KVChoice
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
@@ -37,7 +39,8 @@ LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
 class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
-    `plan`: how the memory is divided. `kv`: what a KV cache takes.
+    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes
+    it.
     """
 
     model: nn.Module
@@ -47,6 +50,7 @@ class LoadedModel:
     vocab_size: int
     plan: Plan
     kv: KVBytes
+    kv_choice: KVChoice
     experts: ExpertCache
 
 
@@ -60,19 +64,22 @@ def load_folder(
     progress: Progress | None = None,
     adapter: Path | None = None,
     trust_remote_code: bool = False,
+    kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
-    opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code)
+    opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
+    bound = None if opened.kv_choice.endless else opened.model_context
+    context = _asked_context(path, bound, context)
     plan = make_plan(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens),
-        context=_asked_context(path, opened.model_context, context),
-        model_context=opened.model_context,
+        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens if context or bound else None),
+        context=context,
+        model_context=bound,
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
@@ -82,6 +89,7 @@ def load_folder(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, plan.model_context, plan.context,
         )  # fmt: skip
+    plan = replace(plan, model_context=opened.model_context)
     cache = ExpertCache(
         opened.modules,
         opened.layers,
@@ -103,6 +111,7 @@ def load_folder(
         vocab_size=opened.vocab_size,
         plan=plan,
         kv=opened.kv,
+        kv_choice=opened.kv_choice,
         experts=cache,
     )
 
@@ -120,10 +129,17 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int) -> int:
-    """Room for one chunk's activations, however the experts are resized later: half of them in slots, or all."""
+def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int | None) -> int:
+    """Room for one chunk's activations, however the experts are resized later: half of them in slots, or all.
+
+    Without a `context`: of a chunk after as many tokens as any later one attends to.
+    """
+    if context is None:
+        seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
+        context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
+    make_caches = opened.kv_choice.caches
     half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots) for slots in (half, None))
+    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None))
     return max(transients.of(chunk_tokens, context) for transients in needs)
 
 

@@ -15,13 +15,14 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model
 
-from mlxmoe.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
+from mlxmoe.errors import CheckpointError, MlxMoeError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
 from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
 from mlxmoe.growth import kv_growth
+from mlxmoe.kv.choose import KVChoice, choose
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, MoeLayer
 
 # How the definitions' configs call the number of routed experts.
@@ -33,7 +34,10 @@ _EXPERT_COUNT_KEYS = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path."""
+    """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path.
+
+    `kv`: what its caches take, as `kv_choice` makes them.
+    """
 
     model: nn.Module
     config: dict[str, Any]
@@ -44,9 +48,16 @@ class OpenedModel:
     kv: KVBytes
     vocab_size: int
     model_context: int | None
+    kv_choice: KVChoice
 
 
-def open_folder(path: Path, *, adapter: Path | None = None, trust_remote_code: bool = False) -> OpenedModel:
+def open_folder(
+    path: Path,
+    *,
+    adapter: Path | None = None,
+    trust_remote_code: bool = False,
+    kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
+) -> OpenedModel:
     """Look at the model in folder `path` without reading a weight. Raises ModelError and its kin."""
     config = read_config(path)
     checkpoint = read_checkpoint(path)
@@ -56,14 +67,17 @@ def open_folder(path: Path, *, adapter: Path | None = None, trust_remote_code: b
     if adapter is not None:
         _apply_adapter(model, modules, adapter)
     try:
-        layers, kv, vocab = _probe(model, modules)
+        context = _model_context(config)
+        layers, kv, vocab, kv_choice = _probe(model, modules, kv_settings, context)
+    except MlxMoeError:
+        raise
     except Exception as error:  # a value of the config that the definition notices only when it computes
         raise ModelError(
             f"The {config['model_type']} model of {path}/config.json cannot compute: {type(error).__name__}: "
             f"{brief(error)}"
         ) from error
     trunk_bytes = _trunk_bytes(model, layers)
-    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, _model_context(config))
+    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, context, kv_choice)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -174,11 +188,14 @@ def _model_context(config: Mapping[str, Any]) -> int | None:
     return next((length for length in lengths if isinstance(length, int) and length > 1), None)
 
 
-def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[MoeLayer], KVBytes, int]:
-    """Each MoE layer's numbers, the KV cache's growth, and the vocabulary: read off passes never evaluated."""
+def _probe(
+    model: nn.Module, modules: Mapping[str, nn.Module], kv_settings: KVSettings, context: int | None
+) -> tuple[list[MoeLayer], KVBytes, int, KVChoice]:
+    """Each MoE layer's numbers, the KV cache's growth, the vocabulary, the caches: from passes never evaluated."""
     with Listening(dict(modules)) as heard:
-        kv = kv_growth(model)
-        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))
+        kv_choice = choose(model, kv_settings, context)
+        kv = kv_growth(model, kv_choice.caches)
+        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=kv_choice.caches(model))
     most = max(heard.top_k.values(), default=0)
     layers = []
     for path, module in modules.items():
@@ -186,7 +203,7 @@ def _probe(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[list[Moe
         num_experts = next(iter(arrays.values())).shape[0]
         expert_bytes = sum(array.nbytes for array in arrays.values()) // num_experts
         layers.append(MoeLayer(path, num_experts, min(heard.top_k.get(path, most), num_experts), expert_bytes))
-    return layers, kv, int(logits.shape[-1])
+    return layers, kv, int(logits.shape[-1]), kv_choice
 
 
 def _trunk_bytes(model: nn.Module, layers: Sequence[MoeLayer]) -> int:

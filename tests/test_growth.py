@@ -18,6 +18,9 @@ from tiny import make_tiny
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.growth import kv_growth
+from mlxmoe.kv.choose import choose
+from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import Rows
 from mlxmoe.opening import open_folder
 
@@ -83,6 +86,8 @@ def one_layer(make: Callable[[], Any], tokens: int, chunk: int) -> int:
 def test_growth_laws_are_those_of_mlx_lms_classes(tokens: int, size: int, steps: int) -> None:
     chunk = 256 * steps
     assert Rows(8, "steps").of(tokens) == one_layer(KVCache, tokens, chunk)
+    sliding = one_layer(lambda: SlidingWindowKVCache(size, 0), tokens, chunk) if size > 1 else 1
+    assert min(Rows(8, "sliding", size).of(tokens), Rows(8, "sliding", size).of(None)) == sliding
     assert Rows(8, "chunk", size).of(tokens) == one_layer(lambda: ChunkedKVCache(size), tokens, chunk)
     window = one_layer(lambda: RotatingKVCache(size), tokens, chunk)
     lonely = tokens > 2 and (tokens - 1) % chunk == 1  # a last chunk of one token is added as a decoded one is
@@ -105,3 +110,19 @@ def test_a_model_without_caches_of_its_own_is_measured(tiny: Path) -> None:
     kv = kv_growth(model)
     assert (kv.fixed_bytes, kv.rows) == (0, ())
     assert kv.step_bytes == 3 * 2 * 256 * 32 * 4
+
+
+@pytest.mark.parametrize("kv_settings", [KVSettings(300), KVSettings(300, kv_bits=8), KVSettings(kv_bits=4)], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "longcat_flash", "qwen3_next", "deepseek_v3"])
+def test_lossy_caches_are_as_predicted(tmp_path: Path, name: str, kv_settings: KVSettings) -> None:
+    """Those that a window or bits replace, beside those that a definition keeps."""
+    model, _ = load_model(make_tiny(tmp_path / name, DEFINITIONS[name]), lazy=True)
+    choice = choose(model, kv_settings, None)
+    kv = kv_growth(model, choice.caches)
+    for tokens, chunk in PROMPTS:
+        cache = choice.caches(model)
+        for count in passes(tokens, chunk):
+            model(mx.zeros((1, count), dtype=mx.int32), cache=cache)
+        for seen in range(tokens, tokens + DECODED):
+            assert kv.of(seen) == nbytes(cache), f"{seen} tokens in chunks of {chunk}"
+            model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)

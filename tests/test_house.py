@@ -19,7 +19,8 @@ FLOORS = [
     ["session"],
     ["reply", "loading"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
-    ["growth", "sampling", "registry", "experts", "kv"],
+    ["growth"],
+    ["sampling", "registry", "experts", "kv"],
     ["memory"],
     ["errors"],
 ]

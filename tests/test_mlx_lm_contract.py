@@ -16,12 +16,16 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import CacheList, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import _get_classes, load_adapters, load_model
 
 from mlxmoe.hub import demo_folder
+from mlxmoe.kv.positions import Rotation
+from mlxmoe.kv.window import SlidingWindowKVCache
 
 
 def test_the_version_is_in_the_pinned_range() -> None:
@@ -174,3 +178,67 @@ def test_fresh_arrays_do_not_share_memory() -> None:
     mx.eval(one, two)
     memoryview(one).cast("B")[0] = 255  # type: ignore[arg-type]
     assert not mx.any(two != 0), "two arrays of zeros share one buffer: a bank would overwrite another"
+
+
+def test_a_mask_is_asked_of_a_cache_by_tokens_return_array_and_window_size() -> None:
+    asked = []
+
+    class Asked:
+        def make_mask(self, *args: Any, **options: Any) -> str:
+            asked.append((args, options))
+            return "a mask"
+
+    mask = create_attention_mask(mx.zeros((1, 5, 8)), Asked(), window_size=3, return_array=True)
+    assert mask == "a mask", "create_attention_mask no longer leaves the mask to the cache: window.py makes it there"
+    assert asked == [((5,), {"return_array": True, "window_size": 3})], "make_mask is called with other arguments"
+
+
+def test_the_mask_of_an_unbounded_cache_is_made_by_create_attention_mask_of_the_cache_module() -> None:
+    parameters = list(inspect.signature(mlx_lm.models.cache.create_attention_mask).parameters)
+    assert parameters == ["N", "offset", "return_array", "window_size"], "window.py calls it by place"
+    cache = KVCache()
+    assert cache.make_mask(5, return_array=False, window_size=None) == "causal"
+    assert cache.make_mask(1, return_array=True, window_size=None) is None
+
+
+def test_a_cache_without_bits_gets_the_attention_of_plain_rows() -> None:
+    rows = mx.random.normal((1, 2, 3, 32))
+    out = scaled_dot_product_attention(rows, rows, rows, cache=SlidingWindowKVCache(kv_bits=8), scale=1.0, mask=None)
+    plain = mx.fast.scaled_dot_product_attention(rows, rows, rows, scale=1.0, mask=None)
+    assert mx.array_equal(out, plain), "the attention for quantised rows is chosen by something else than cache.bits"
+
+
+def test_caches_in_one_layer_are_in_a_cache_list() -> None:
+    inner = KVCache()
+    assert CacheList(inner).caches[0] is inner, "CacheList keeps its caches elsewhere: layers.py walks them"
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.3},
+        {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": 1.0, "long_factor": 3.0},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+        {"rope_type": "mrope", "mrope_section": [4, 6, 6]},
+    ],
+)
+@pytest.mark.parametrize("traditional", [False, True])
+def test_every_rotation_of_mlx_lm_is_moved_by_its_own_frequencies(scaling: Any, traditional: bool) -> None:
+    rope = initialize_rope(32, 1000.0, traditional, scaling, max_position_embeddings=256)
+    rows = mx.random.normal((1, 2, 3, 48), key=mx.random.key(0))
+    rotation = Rotation.of(rope, "keys")
+    assert rotation is not None, f"{type(rope).__name__} keeps its frequencies under other names"
+    moved = rotation.moved(rope(rows, offset=200), -150)
+    assert mx.abs(moved - rope(rows, offset=50)).max().item() < 1e-4, f"{type(rope).__name__} rotates in another way"
+
+
+def test_the_rotary_modules_are_those_that_are_tested() -> None:
+    kinds = {
+        name for name, kind in vars(mlx_lm.models.rope_utils).items() if isinstance(kind, type) and "RoPE" in name
+    }
+    known = {"DynamicNTKScalingRoPE", "Llama3RoPE", "ProportionalRoPE", "SuScaledRoPE", "YarnRoPE"}
+    assert kinds == known, "a rotation that nobody has looked at: can its positions be moved?"

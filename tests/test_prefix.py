@@ -23,8 +23,11 @@ from tiny import make_tiny
 from mlxmoe import Engine, MemoryBudgetError, PrefixStore, SavedStateError, load
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.hub import demo_folder
+from mlxmoe.kv.choose import choose
 from mlxmoe.kv.file import read_facts
 from mlxmoe.kv.prefix import Prefixes
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.state import put, take
 from mlxmoe.loading import load_folder
 
@@ -38,9 +41,12 @@ REPLY = [900, 17, 333]
 ROUNDING = 2e-5
 
 
-def make_decoder(model: Any, store: PrefixStore | None, chunk_tokens: int = CHUNK) -> Decoder:
+def make_decoder(
+    model: Any, store: PrefixStore | None, chunk_tokens: int = CHUNK, kv_settings: KVSettings | None = None
+) -> Decoder:
     prefixes = None if store is None else Prefixes(store, {"digest": "x"}, chunk_tokens)
-    return Decoder(model, ExpertCache.of_nothing(), chunk_tokens=chunk_tokens, prefixes=prefixes)
+    kv_choice = None if kv_settings is None else choose(model, kv_settings, 256)
+    return Decoder(model, ExpertCache.of_nothing(), chunk_tokens=chunk_tokens, kv_choice=kv_choice, prefixes=prefixes)
 
 
 def answer(decoder: Decoder, prompt: list[int]) -> tuple[int, mx.array]:
@@ -83,6 +89,45 @@ def test_every_definition_gives_the_bits_of_a_fresh_prefill(tmp_path: Path, name
         seen, found = answer(near, prompt)
         assert seen >= reused
         assert mx.abs(found - expected).max() <= ROUNDING * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "kv_settings",
+    [KVSettings(64), KVSettings(64, kv_bits=8), KVSettings(40, 0, kv_bits=4), KVSettings(kv_bits=8)],
+    ids=str,
+)
+def test_a_lossy_cache_gives_the_bits_of_its_fresh_prefill(tmp_path: Path, kv_settings: KVSettings) -> None:
+    """Of the demo model, in prompts within the window, beyond it, and beyond the 256 tokens it was made for."""
+    model, _ = load_model(demo_folder())
+    long = [(31 * i * i + 7 * i) % 2000 + 3 for i in range(400)]
+    prompts = [long[:50], long[:40], long, [*long[:300], *OTHER], long[:390], [*long, 5, 6, 7]]
+    store = PrefixStore("1GB", folder=tmp_path / "states")
+    exact, fresh = make_decoder(model, store, CHUNK, kv_settings), make_decoder(model, None, CHUNK, kv_settings)
+    for prompt, reused in zip(prompts, (0, 24, 48, 288, 384, 384), strict=True):
+        seen, found = answer(exact, prompt)
+        assert seen == reused
+        assert mx.array_equal(found, answer(fresh, prompt)[1])
+    again = make_decoder(model, PrefixStore("1GB", folder=tmp_path / "states"), CHUNK, kv_settings)
+    seen, found = answer(again, prompts[-1])
+    assert seen == len(prompts[-1]) - 1
+    assert mx.array_equal(found, answer(fresh, prompts[-1])[1]), "from disk"
+    other = make_decoder(model, store, CHUNK, KVSettings(100))
+    assert answer(other, long)[0] == 0, "a store keeps different windows apart"
+
+
+def test_quantised_rows_without_a_window_are_stored_once() -> None:
+    model, _ = load_model(demo_folder())
+    one, near = PrefixStore("1GB"), PrefixStore("1GB", exact=False)
+    answer(make_decoder(model, one, CHUNK, KVSettings(kv_bits=8)), LONG)
+    decoder = make_decoder(model, None, CHUNK, KVSettings(kv_bits=8))
+    cache = decoder.new_cache()
+    decoder.prefill(LONG[:-1], cache)
+    assert one.stats().nbytes == sum(entry.row_bytes for entry in cache) * (len(LONG) - 1)
+    answer(make_decoder(model, near, CHUNK, KVSettings(kv_bits=8)), LONG)
+    seen, found = answer(make_decoder(model, near, CHUNK, KVSettings(kv_bits=8)), OTHER)
+    assert seen == 50, "in the middle of what is stored"
+    expected = answer(decoder, OTHER)[1]
+    assert mx.abs(found - expected).max() <= 0.02 * mx.abs(expected).max()  # a rounded level of 8 bits may differ
 
 
 def test_what_is_not_exact_begins_where_prompts_part_and_keeps_replies(tiny: Path) -> None:

@@ -28,12 +28,17 @@ from tiny import make_tiny
 from mlxmoe import CheckpointError, Engine, EngineClosedError, PromptError, RequestError, SavedStateError, load
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.hub import demo_folder
+from mlxmoe.kv.choose import choose
 from mlxmoe.kv.file import read_states, write_states
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.state import put, take
+from mlxmoe.kv.window import SlidingWindowKVCache
 
 PREFILL = list(range(5, 45))  # past every tiny window and chunk
 DECODE = [900, 17, 333]
 MORE = [64, 1200, 7, 8, 9, 10, 11]
+LONG = [(31 * i * i + 7 * i) % 2000 + 3 for i in range(700)]
 
 
 def saved_and_read(path: Path, cache: list[Any]) -> list[Any]:
@@ -83,6 +88,31 @@ def test_quantised_caches_go_on_bit_identically(tmp_path: Path, tiny: Path, bits
     decoder.logits(PREFILL, cache)
     restored = decoder.restored_cache(saved_and_read(tmp_path / "cache", cache))
     assert mx.array_equal(decoder.logits(MORE, restored), decoder.logits(MORE, cache))
+
+
+LOSSY = [KVSettings(48), KVSettings(48, kv_bits=8), KVSettings(48, 0, kv_bits=4), KVSettings(kv_bits=8)]
+
+
+@pytest.mark.parametrize("seen", [0, 40, 200, 700], ids=lambda seen: f"{seen} tokens")
+@pytest.mark.parametrize("kv_settings", LOSSY, ids=str)
+def test_a_lossy_cache_goes_on_bit_identically(tmp_path: Path, kv_settings: KVSettings, seen: int) -> None:
+    """Before the text outgrew the window, after it, and past what the demo model was made for, and a step further."""
+    model, _ = load_model(demo_folder())
+    kv_choice = choose(model, kv_settings, 256)
+    decoder = Decoder(model, ExpertCache.of_nothing(), chunk_tokens=24, kv_choice=kv_choice)
+
+    def grown() -> list[Any]:
+        cache = decoder.new_cache()
+        for tokens in (LONG[:seen], *([token] for token in DECODE)):
+            decoder.prefill(tokens, cache)
+        return cache
+
+    states = saved_and_read(tmp_path / "cache", grown())
+    for following in ([LONG[:200]], [[token] for token in LONG[:70]]):
+        restored, kept = decoder.restored_cache(states), grown()
+        for tokens in following:
+            assert mx.array_equal(decoder.logits(tokens, restored), decoder.logits(tokens, kept))
+        assert [entry.nbytes for entry in restored] == [entry.nbytes for entry in kept]
 
 
 def test_caches_that_have_seen_nothing_or_were_trimmed(tmp_path: Path, tiny: Path) -> None:
@@ -138,6 +168,7 @@ def test_a_cache_class_that_is_not_known_is_refused_by_name() -> None:
         ([RotatingKVCache(32)], "saved with max_size=16, keep=0, but this engine has max_size=32, keep=0"),
         ([KVCache()], "saved as a RotatingKVCache, but this engine has a KVCache"),
         ([RotatingKVCache(16)] * 2, "has 1 caches, but the model makes 2"),
+        ([SlidingWindowKVCache(16)], "saved as a RotatingKVCache, but this engine has a SlidingWindowKVCache"),
     ],
 )
 def test_a_state_of_another_form_is_refused(here: list[Any], says: str) -> None:
@@ -216,6 +247,24 @@ def test_a_session_that_has_said_nothing_is_saved_too(demo: Engine, tmp_path: Pa
     restored = demo.restore(tmp_path / "saved")
     assert restored.messages == []
     assert restored.generate("In the", max_tokens=4) == demo.generate("In the", max_tokens=4)
+
+
+def test_a_session_in_a_window_is_restored_with_the_same_window_only(tmp_path: Path) -> None:
+    with load(window=64, kv_bits=8) as engine, load(window=64, kv_bits=8, experts="25%") as other:
+        session = engine.session()
+        for turn in ("In the beginning", " And God said"):
+            session.generate(turn, max_tokens=150)  # in all more than the demo model was made for
+        session.save(tmp_path / "saved")
+        one, two = (s.generate(" And it", max_tokens=80) for s in (session, other.restore(tmp_path / "saved")))
+        assert one == two
+    with load(window=65, kv_bits=8) as engine:
+        says = "saved with window=64, sinks=4, kv_bits=8, but this engine has window=65, sinks=4, kv_bits=8"
+        with pytest.raises(SavedStateError, match=says):
+            engine.restore(tmp_path / "saved")
+    with pytest.warns(UserWarning, match="may lose the thread"):
+        engine = load(context=2000)
+    with engine, pytest.raises(SavedStateError, match="this engine has a KVCache there"):
+        engine.restore(tmp_path / "saved")
 
 
 def test_chat_messages_are_part_of_what_is_saved(demo: Engine, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import load
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import demo_folder
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.opening import OpenedModel, open_folder
@@ -30,15 +31,16 @@ DECODED = 3
 
 def predicted_bytes(folder: Path, loaded: LoadedModel, chunk: int, context: int) -> int:
     """Of everything: trunk, banks, KV cache of the context, and prefill."""
-    opened = open_folder(folder)
-    transients = PrefillTransients(opened.model, opened.modules, opened.kv, loaded.plan.slots)
+    opened = open_folder(folder, kv_settings=loaded.kv_choice.settings)
+    make_caches = opened.kv_choice.caches
+    transients = PrefillTransients(opened.model, opened.modules, opened.kv, loaded.plan.slots, make_caches)
     plan = loaded.plan
     return plan.trunk_bytes + plan.bank_bytes + opened.kv.of(context) + transients.of(chunk, context)
 
 
 def measured_bytes(loaded: LoadedModel, chunk: int, context: int) -> int:
     """The peak of a prompt's prefill and a few decoded tokens, by what MLX counts above what was there before."""
-    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk)
+    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=chunk, kv_choice=loaded.kv_choice)
     cache = decoder.new_cache()
     prompt = [(17 * n * n + 5 * n) % 2000 for n in range(context - DECODED)]
     mx.clear_cache()
@@ -51,8 +53,8 @@ def measured_bytes(loaded: LoadedModel, chunk: int, context: int) -> int:
     return mx.get_peak_memory() - before
 
 
-def ratio(folder: Path, experts: str, chunk: int, context: int) -> float:
-    loaded = load_folder(folder, experts=experts, memory_bytes=2**62)
+def ratio(folder: Path, experts: str, chunk: int, context: int, kv_settings: KVSettings = KVSettings()) -> float:  # noqa: B008  # frozen
+    loaded = load_folder(folder, experts=experts, memory_bytes=2**62, kv_settings=kv_settings)
     try:
         return predicted_bytes(folder, loaded, chunk, context) / measured_bytes(loaded, chunk, context)
     finally:
@@ -63,6 +65,25 @@ def ratio(folder: Path, experts: str, chunk: int, context: int) -> float:
 @pytest.mark.parametrize(("chunk", "context"), [(256, 256), (256, 520), (512, 600)])
 def test_the_peak_of_the_demo_model_is_as_predicted(experts: str, chunk: int, context: int) -> None:
     assert ratio(demo_folder(), experts, chunk, context) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("experts", ["50%", "all"])
+@pytest.mark.parametrize("kv_settings", [KVSettings(128), KVSettings(128, kv_bits=8), KVSettings(kv_bits=8)], ids=str)
+def test_the_peak_of_the_demo_model_with_a_lossy_cache_is_as_predicted(experts: str, kv_settings: KVSettings) -> None:
+    """Rows that are handed out beside those that are stored among it."""
+    assert ratio(demo_folder(), experts, 256, 520, kv_settings) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("kv_settings", [KVSettings(64), KVSettings(200, kv_bits=8)], ids=str)
+def test_the_room_of_the_demo_model_without_an_end_is_that_of_a_long_text(kv_settings: KVSettings) -> None:
+    loaded = load_folder(demo_folder(), experts="all", memory_bytes=2**62, kv_settings=kv_settings)
+    plan = loaded.plan
+    try:
+        assert plan.context is None
+        planned = plan.trunk_bytes + plan.bank_bytes + plan.kv_bytes + plan.prefill_bytes
+        assert planned >= 0.97 * measured_bytes(loaded, plan.chunk_tokens, 3 * plan.chunk_tokens)
+    finally:
+        loaded.experts.close()
 
 
 @pytest.mark.parametrize("experts", ["25%", "50%", "all"])

@@ -58,6 +58,16 @@ Memory = Annotated[
     typer.Option(help="The most to use, for example 24GB; by default what is free now.", show_default=False),
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens, prompt and reply, that must fit.", show_default=False)]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        help="Lossy: each token attends to this many tokens only, in a KV cache of that size.", show_default=False
+    ),
+]
+Sinks = Annotated[int, typer.Option(help="The first tokens, which stay in the window.")]
+KVBits = Annotated[
+    int | None, typer.Option("--kv-bits", help="Lossy: a KV cache quantised to 8 or 4 bits.", show_default=False)
+]
 Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
@@ -164,6 +174,11 @@ def describe(engine: Engine) -> str:
             "" if plan.model_context in (None, plan.context) else f" (the model was made for {plan.model_context})"
         )
         parts.append(f"context {plan.context} tokens{whole}")
+    kv = engine.kv_settings
+    if kv.window is not None:
+        parts.append(f"window {kv.window} tokens with {kv.sinks} sinks (lossy)")
+    if kv.kv_bits is not None:
+        parts.append(f"KV cache in {kv.kv_bits} bits (lossy)")
     return ", ".join(parts)
 
 

@@ -1,1 +1,1 @@
-"""KV caches: their state as values, the files they are saved in, and the reuse of a prompt's prefix."""
+"""KV caches: a window that is right however a prompt is divided, quantised rows, saved states, reuse of prefixes."""

@@ -25,14 +25,14 @@ class Kind:
     """What there is to know of a cache class.
 
     `state`: the attributes that hold all it has seen; set one after the other, they put it back. `fixed`: those that
-    its maker chose: a state fits only a cache with the same. `grows`: its state after fewer tokens is a beginning of
-    its state after more, along TOKEN_AXIS, with `offset` counting the tokens. `short`: the values of `state` without
-    what it will never look at again.
+    its maker chose: a state fits only a cache with the same. `grows`: whether a cache's state after fewer tokens is a
+    beginning of its state after more, along TOKEN_AXIS, with `offset` counting the tokens. `short`: the values of
+    `state` without what it will never look at again.
     """
 
     state: tuple[str, ...] = ("state",)
     fixed: tuple[str, ...] = ()
-    grows: bool = False
+    grows: Callable[[Any], bool] = lambda cache: False
     short: Callable[[Any], list[Any]] | None = None
 
 
@@ -49,17 +49,26 @@ def _window_of(cache: Any) -> list[Any]:
     return [(window(keys), window(values), offset, keep, max_size, max_size)]
 
 
+def _always(cache: Any) -> bool:
+    return True
+
+
+def _without_window(cache: Any) -> bool:
+    return cache.window is None
+
+
 # By module and class. mlx-lm's `state` of the first five holds everything that an instance has (keys and values with
 # the room that was made ahead, offset, where it rotates, padding); that of LayerCache cannot be set.
 KINDS: Mapping[str, Kind] = MappingProxyType({
-    "mlx_lm.models.cache.KVCache": Kind(grows=True),
-    "mlx_lm.models.cache.QuantizedKVCache": Kind(fixed=("group_size", "bits"), grows=True),
+    "mlx_lm.models.cache.KVCache": Kind(grows=_always),
+    "mlx_lm.models.cache.QuantizedKVCache": Kind(fixed=("group_size", "bits"), grows=_always),
     "mlx_lm.models.cache.RotatingKVCache": Kind(fixed=("max_size", "keep"), short=_window_of),
     "mlx_lm.models.cache.ChunkedKVCache": Kind(fixed=("chunk_size",)),
     "mlx_lm.models.cache.ArraysCache": Kind(),
     "mlx_lm.models.deepseek_v41.LayerCache": Kind(
         state=("offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"), fixed=("window_size",)
     ),
+    "mlxmoe.kv.window.SlidingWindowKVCache": Kind(fixed=("window", "sinks", "kv_bits"), grows=_without_window),
 })  # fmt: skip
 
 # Several caches in one layer: each is kept by its own kind.
@@ -168,7 +177,7 @@ def _take(cache: Any, span: tuple[int, int] | None, layer: int) -> CacheState:
     values = [getattr(cache, key) for key in kind.state]
     if span is not None and kind.short is not None:
         values = kind.short(cache)
-    if span is None or not kind.grows or cache.offset != span[1] or cache.keys is None:
+    if span is None or not kind.grows(cache) or cache.offset != span[1] or cache.keys is None:
         return CacheState(name, fixed, _mapped(values, mx.contiguous))
     start, end = span
     return CacheState(name, fixed, _mapped(values, lambda array: mx.contiguous(array[..., start:end, :])), span=span)

@@ -40,22 +40,27 @@ class MoeLayer:
 class Rows:
     """Rows of one kind in a KV cache: what each takes, and by which law there are more of them.
 
-    `steps`: one for each token, by 256 at a time. `window`: the same up to `size` tokens, but a prompt but for its
-    last token lies without gaps. `chunk`: steps as long as `size` tokens are seen, then those and one step.
-    `tokens`: one for each token up to `size`. `groups`: one for each full group of `size` tokens. `open group`: one
-    for each token of the group that is not full yet.
+    `steps`: one for each token, by 256 at a time. `sliding`: the same up to `size` rows, all of them where no length
+    is known. `window`: steps up to `size` tokens, but a prompt but for its last token lies without gaps. `chunk`:
+    steps as long as `size` tokens are seen, then those and one step. `tokens`: one for each token up to `size`.
+    `groups`: one for each full group of `size` tokens. `open group`: one for each token of the group that is not
+    full yet.
     """
 
     row_bytes: int
-    law: Literal["steps", "window", "chunk", "tokens", "groups", "open group"]
+    law: Literal["steps", "sliding", "window", "chunk", "tokens", "groups", "open group"]
     size: int = 0
 
-    def of(self, tokens: int) -> int:
-        """Rows after a prompt of `tokens` tokens."""
+    def of(self, tokens: int | None) -> int:
+        """Rows after a prompt of `tokens` tokens; of one where no length is known."""
+        if tokens is None:
+            return self.size if self.law == "sliding" else self.of(1)
         steps = -(-tokens // KV_STEP) * KV_STEP
         match self.law:
             case "steps":
                 return steps
+            case "sliding":
+                return min(steps, self.size)
             case "window":
                 return min(self.size, tokens - 1 + KV_STEP if tokens > 2 else KV_STEP)
             case "chunk":
@@ -77,15 +82,16 @@ class KVBytes:
     rows: tuple[Rows, ...] = ()
 
     def of(self, tokens: int | None) -> int:
-        """Bytes after a prompt of `tokens`, or fewer of them and the rest decoded; for the first where none is known.
+        """Bytes after a prompt of `tokens`, or fewer of them and the rest decoded.
+
+        Where no length is known: of a whole sliding window, and for the first token of anything else.
 
         Exact for a new cache and prefill chunks of whole steps (256 tokens), for all tokens of a prompt but the
         last. A cache that goes on from an odd length can take one step more. While a chunk is computed, a window
         holds up to a chunk more: that is prefill's, not the cache's.
         """
-        tokens = tokens or 1
         rows = sum(rows.of(tokens) * rows.row_bytes for rows in self.rows)
-        return self.fixed_bytes + -(-tokens // KV_STEP) * self.step_bytes + rows
+        return self.fixed_bytes + -(-(tokens or 1) // KV_STEP) * self.step_bytes + rows
 
     def tokens_in(self, nbytes: int) -> int:
         """The most tokens, in whole steps, whose cache takes at most `nbytes`."""

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import brief
 from mlxmoe.experts.layer import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.transients.evaluation import peak_bytes
-from mlxmoe.transients.tracing import TracedChunk, has_states, state_bytes, trace_chunk
+from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class PrefillTransients:
     """Predicts the bytes that prefill needs above trunk, banks and KV cache. Evaluates no weight.
 
     `modules`: those with routed experts by their path; `slots`: of each layer, fewer than its experts where it
-    streams; all resident where None. `kv`: what the model's caches take.
+    streams; all resident where None. `kv`: what the caches take that `make_caches` makes for the model.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class PrefillTransients:
         modules: Mapping[str, nn.Module],
         kv: KVBytes,
         slots: Mapping[str, int] | None = None,
+        make_caches: MakeCaches = make_prompt_cache,
     ) -> None:
         self._model = model
         self._modules = modules
         self._kv = kv
         self._slots = slots or {}
+        self._make_caches = make_caches
 
     def of(self, chunk_tokens: int, context: int) -> int:
         """Bytes above trunk, banks and the KV cache of `context` tokens, for a prompt that fills it.
@@ -83,10 +86,11 @@ class PrefillTransients:
             return peak
         # Deep models are alike from layer to layer: of those left out, caches and small outputs add up.
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
-        return peak - traced.state_bytes + state_bytes(self._model, self._modules, chunk, seen) + kept
+        states = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
+        return peak - traced.state_bytes + states + kept
 
     def _trace(self, chunk: int, seen: int) -> TracedChunk:
-        return trace_chunk(self._model, self._modules, self._slots, chunk, seen)
+        return trace_chunk(self._model, self._modules, self._slots, chunk, seen, self._make_caches)
 
     def _estimated(self, chunk: int, context: int) -> int:
         """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""

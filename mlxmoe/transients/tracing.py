@@ -22,6 +22,8 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
 
+MakeCaches = Callable[[nn.Module], list[Any]]
+
 MOST_LAYERS = 12  # of a deeper model only these are traced: more than the longest period of any definition
 
 
@@ -79,22 +81,27 @@ class TracedChunk:
 
 
 def trace_chunk(
-    model: nn.Module, modules: Mapping[str, nn.Module], slots: Mapping[str, int], chunk: int, seen: int
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    slots: Mapping[str, int],
+    chunk: int,
+    seen: int,
+    make_caches: MakeCaches,
 ) -> TracedChunk:
     """The graph of `chunk` tokens after `seen` others. Leaves `model` as it was.
 
-    `modules`: those with routed experts; `slots`: of those that stream. Raises whatever MLX or the definition does
-    where there is no graph to be had.
+    `modules`: those with routed experts; `slots`: of those that stream; `make_caches`: of the model. Raises whatever
+    MLX or the definition does where there is no graph to be had.
     """
     with _few_layers(model) as short:
         try:
-            traced = _trace(model, modules, slots, chunk, seen)
+            traced = _trace(model, modules, slots, chunk, seen, make_caches)
         except Exception:
             if not short:
                 raise
             traced = None
     if traced is None:  # a definition that counts on all its layers
-        return _trace(model, modules, slots, chunk, seen)
+        return _trace(model, modules, slots, chunk, seen, make_caches)
     if short:
         streams = sum(slots.get(path, _num_experts(m)) < _num_experts(m) for path, m in modules.items())
         traced.left_out = streams - len(traced.steps)
@@ -106,18 +113,25 @@ def has_states(model: nn.Module) -> bool:
     return any(isinstance(cache, ArraysCache) for cache in _flat(make_prompt_cache(model)))
 
 
-def state_bytes(model: nn.Module, modules: Mapping[str, nn.Module], chunk: int, seen: int) -> int:
+def state_bytes(
+    model: nn.Module, modules: Mapping[str, nn.Module], chunk: int, seen: int, make_caches: MakeCaches
+) -> int:
     """What the caches of the whole model hold after that chunk: windows hold more than they keep."""
-    caches = _seen_caches(model, modules, seen, chunk)
+    caches = _seen_caches(make_caches(model), model, modules, seen, chunk)
     with Listening(dict(modules)):
         model(mx.zeros((1, chunk), dtype=mx.int32), cache=caches)
     return sum(array.nbytes for array in _state(caches))
 
 
 def _trace(
-    model: nn.Module, modules: Mapping[str, nn.Module], slots: Mapping[str, int], chunk: int, seen: int
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    slots: Mapping[str, int],
+    chunk: int,
+    seen: int,
+    make_caches: MakeCaches,
 ) -> TracedChunk:
-    caches = _seen_caches(model, modules, seen, chunk)
+    caches = _seen_caches(make_caches(model), model, modules, seen, chunk)
     prior = _arrays(caches)
     homes = [(m, key) for m in model.modules() for key, value in m.items() if isinstance(value, mx.array)]
     weights = [home[key] for home, key in homes]
@@ -282,9 +296,10 @@ def _few_layers(model: nn.Module) -> Iterator[bool]:
         stack.extend(rest)
 
 
-def _seen_caches(model: nn.Module, modules: Mapping[str, nn.Module], seen: int, chunk: int) -> list[Any]:
-    """Caches after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
-    caches: list[Any] = make_prompt_cache(model)
+def _seen_caches(
+    caches: list[Any], model: nn.Module, modules: Mapping[str, nn.Module], seen: int, chunk: int
+) -> list[Any]:
+    """`caches` after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
     with Listening(dict(modules)):
         for count in (seen - chunk, min(seen, chunk)):
             if count > 0:

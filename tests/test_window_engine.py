@@ -1,0 +1,140 @@
+"""A window and bits asked of load() and of the command line: what they change, and what they must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from definitions import DEFINITIONS
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import QWEN3_MOE, make_tiny
+
+from mlxmoe import Engine, UnsupportedModelError, WindowError, load
+from mlxmoe.hub import demo_folder
+from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.window import SlidingWindowKVCache
+from mlxmoe.loading import load_folder
+
+LONG = [(31 * i * i + 7 * i) % 2000 + 3 for i in range(700)]  # tokens; the demo model was made for 256
+
+
+def cache_bytes(engine: Engine, tokens: int) -> int:
+    """Of a cache of the engine's that has seen `tokens`."""
+    cache = engine._decoder.new_cache()
+    engine._decoder.prefill(LONG[:tokens], cache)
+    return sum(entry.nbytes for entry in cache)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("window", [None, 100, 200, 256, 300, 512])
+def test_the_plan_says_what_the_caches_take(window: int | None, bits: int | None) -> None:
+    with load(window=window, kv_bits=bits, context=256 if window is None else None) as engine:
+        assert engine.plan.kv_bytes == cache_bytes(engine, 256 if window is None else 700)
+
+
+def test_a_shorter_context_than_the_window_takes_less() -> None:
+    with load(window=200, context=30) as engine, load(window=200) as roomy:
+        assert engine.plan.kv_bytes == cache_bytes(engine, 30) == roomy.plan.kv_bytes
+    with load(window=600, context=250) as engine:
+        assert engine.plan.kv_bytes == cache_bytes(engine, 250)
+
+
+def test_up_to_the_window_no_logit_changes() -> None:
+    with load() as whole, load(window=64) as engine:
+        assert mx.array_equal(engine.logits(LONG[:64]), whole.logits(LONG[:64]))
+        assert not mx.array_equal(engine.logits(LONG[:80])[64:], whole.logits(LONG[:80])[64:])
+
+
+@pytest.mark.parametrize("options", [{"window": 64}, {"window": 64, "kv_bits": 8}, {"kv_bits": 4}])
+def test_streaming_experts_changes_no_logit_of_a_lossy_cache(options: dict[str, Any]) -> None:
+    with load(experts="all", **options) as resident, load(experts="25%", **options) as engine:
+        assert mx.array_equal(engine.logits(LONG[:200]), resident.logits(LONG[:200]))
+
+
+def test_prefill_chunks_change_no_more_than_rounding() -> None:
+    found = []
+    for chunk_tokens in (5, 64, 2048):
+        with Engine(
+            load_folder(demo_folder(), memory_bytes=2**40, kv_settings=KVSettings(64)), chunk_tokens=chunk_tokens
+        ) as e:
+            found.append(e.logits(LONG))
+    assert all(mx.abs(other - found[0]).max().item() < 1e-3 for other in found[1:])  # logits of 10, six layers
+
+
+def test_a_text_may_outgrow_the_model_and_the_window() -> None:
+    with load(window=64) as engine:
+        assert engine.plan.context is None
+        assert engine.plan.model_context == 256
+        *_, last = engine.stream(LONG[:300], max_tokens=50)
+        assert (last.prompt_tokens, last.generated_tokens, last.finish_reason) == (300, 50, "length")
+
+
+def test_an_asked_context_still_binds() -> None:
+    with load(window=64, context=100) as engine:
+        *_, last = engine.stream(LONG[:90], max_tokens=50)
+        assert last.generated_tokens == 10
+
+
+def test_a_session_goes_on_in_its_window() -> None:
+    with load(window=64) as engine:
+        session = engine.session()
+        for turn in ("In the beginning", " And God said", " And it came to pass"):
+            assert session.generate(turn, max_tokens=60)
+        (cache, *_) = session._cache or ()
+        assert isinstance(cache, SlidingWindowKVCache)
+        assert cache.seen > 180
+        assert cache.size() == 64
+
+
+def test_positions_that_cannot_move_keep_the_models_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**DEFINITIONS["deepseek_v2"], "max_position_embeddings": 64}
+    with load(make_tiny(tmp_path / "tiny", config), window=24) as engine:
+        assert engine.plan.context == 64
+    assert "The positions of deepseek_v2 cannot be moved" in caplog.text
+
+
+def test_a_definition_that_a_window_would_break_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny", DEFINITIONS["minimax_m3_vl"])
+    with pytest.raises(UnsupportedModelError, match=r"window=24 cannot be had with minimax_m3_vl"):
+        load(folder, window=24)
+    with pytest.raises(UnsupportedModelError, match="kv_bits=8 cannot be had"):
+        load(folder, kv_bits=8)
+
+
+def test_a_dynamic_rotation_is_called_within_its_context(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    config = {**DEFINITIONS["olmoe"], "max_position_embeddings": 64, "rope_scaling": scaling}
+    found = []
+    for chunk_tokens in (7, 2048):
+        loaded = load_folder(
+            make_tiny(tmp_path / str(chunk_tokens), config), memory_bytes=2**40, kv_settings=KVSettings(24)
+        )
+        with Engine(loaded, chunk_tokens=chunk_tokens) as engine:
+            found.append(engine.logits(LONG[:200]))
+    assert mx.abs(found[0] - found[1]).max().item() < 1e-4
+
+
+def test_without_window_and_bits_the_caches_are_mlx_lms() -> None:
+    with load() as engine:
+        theirs = make_prompt_cache(engine.model)
+        assert [type(entry) for entry in engine._decoder.new_cache()] == [type(entry) for entry in theirs]
+
+
+def test_values_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(WindowError, match="window=4"):
+        load("no/such-model", window=4)
+    with pytest.raises(WindowError, match="kv_bits=16"):
+        load("no/such-model", kv_bits=16)
+
+
+def test_bits_want_no_place_of_the_context(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny", {**QWEN3_MOE, "max_position_embeddings": 4096})
+    plans = {}
+    for bits in (None, 8, 4):
+        with load(folder, kv_bits=bits) as engine:
+            plans[bits] = engine.plan.kv_bytes
+    # tiny heads of 32 in one group, scales in float32: 8 and 4 bits a number and 2 of scale and bias
+    assert plans[8] / plans[None] == (8 + 2) / 32
+    assert plans[4] / plans[None] == (4 + 2) / 32
