@@ -15,7 +15,7 @@ from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, UnsupportedMod
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
 from mlxmoe.memory.plan import KVBytes, Plan, divide_slots, replan
-from mlxmoe.memory.reading import MemoryReader, Reading
+from mlxmoe.memory.reading import MemoryReader, Reading, usable_bytes
 from mlxmoe.memory.release import release_freed
 from mlxmoe.memory.sizes import format_bytes
 
@@ -82,15 +82,28 @@ class Room:
             lease.nbytes = nbytes
             return given
 
-    def resize(self, experts: int | float | str) -> None:
-        """Plan anew with `experts`, and have its slots now. Raises what the plan and the banks raise."""
+    def resize(self, experts: int | float | str, most_bytes: int) -> None:
+        """Plan anew with `experts`, and have its slots now, taking at most `most_bytes` more.
+
+        Raises what the plan and the banks raise.
+        """
         self.refuse_within()
         with self._lock:
-            plan = replan(self.plan, self._experts.layers, experts)
+            before, plan = self.plan, replan(self.plan, self._experts.layers, experts)
+            more = plan.bank_bytes - self._experts.nbytes
+            if more > max(0, most_bytes):
+                raise MemoryBudgetError(
+                    f"experts={experts!r} takes {format_bytes(more)} more, but the machine can give "
+                    f"{format_bytes(most_bytes)} now. Close other programs, or resize to less."
+                )
             room = max(self._floor_bytes, self._bank_bytes_beside(self.leased_bytes))
             layers = self._experts.layers
-            self._experts.resize(plan.slots if plan.bank_bytes <= room else divide_slots(room, layers))
-            self.plan = plan
+            self.plan = plan  # first: what is cut short on the way to it is not beyond it
+            try:
+                self._experts.resize(plan.slots if plan.bank_bytes <= room else divide_slots(room, layers))
+            except UnsupportedModelError:
+                self.plan = before
+                raise
 
     def shrink_step(self) -> int:
         """Give back an eighth of the planned slots; returns the bytes."""
@@ -107,11 +120,19 @@ class Room:
         """
         with self._lock:
             now = self._experts.nbytes
+            if now > self.plan.bank_bytes:  # a resize was cut short
+                self._shrink(now - self.plan.bank_bytes)
+                return 0
             room = min(most_bytes, self._step_bytes, self._bank_bytes_beside(self.leased_bytes) - now)
             slots = self._experts.grown(self.plan.slots, room)
             if slots != self._experts.slots:
                 self._experts.resize(slots)
             return self._experts.nbytes - now
+
+    @property
+    def bank_bytes(self) -> int:
+        """What all slots take now."""
+        return self._experts.nbytes
 
     def _alive(self) -> list[Lease]:
         with self._leases_lock:
@@ -216,12 +237,14 @@ class Balance:
 
     def resize(self, experts: int | float | str) -> None:
         """Engine.resize's work."""
-        before = self._room.plan.bank_bytes
-        self._room.resize(experts)
-        self.guard.resized()
-        after = self._room.plan.bank_bytes
-        text = f"The expert cache was resized from {format_bytes(before)} to {format_bytes(after)}."
-        self.guard.tell("resize", after - before, text)
+        before = self._room.bank_bytes
+        try:
+            self._room.resize(experts, usable_bytes(self.reading()))
+        finally:
+            if (after := self._room.bank_bytes) != before:
+                self.guard.resized()
+                text = f"The expert cache was resized from {format_bytes(before)} to {format_bytes(after)}."
+                self.guard.tell("resize", after - before, text)
 
     def before_pass(self) -> None:
         """Between two passes: read the pressure, if it is time to, and act on it."""

@@ -240,8 +240,9 @@ class Engine:
         """Change how much of the routed experts is kept in memory, also while replies are being streamed.
 
         `experts`: as for `load`. No token changes. What shrinks gives its memory back to the system; what grows to
-        all of a layer's experts reads them now. Waits for the step under way. Raises MemoryBudgetError, and then
-        nothing has changed, and CheckpointReadError.
+        all of a layer's experts reads them now. Waits for the step under way. Raises MemoryBudgetError where the
+        budget or the machine has not that much, UnsupportedModelError where the checkpoint's layout cannot be read in
+        place, and then nothing has changed; CheckpointReadError.
         """
         _ = self._decoder.model  # raises if the engine is closed
         self._balance.resize(experts)

@@ -53,6 +53,7 @@ class Session:
         self._lease = lease
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens the cache has seen
+        self._room = 0  # tokens that it ever held: trimming gives back none of its memory
         self._turn_lock = threading.Lock()
 
     def stream(self, prompt: str, **options: Unpack[ReplyOptions]) -> Iterator[Chunk]:
@@ -100,16 +101,15 @@ class Session:
                 self._prompts.check(facts["tokens"], reply=0)  # the context may be a smaller one
                 self._lease.begin(len(facts["tokens"]))
                 self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
+                self._room = len(self._cached)
             self.messages, self._text = facts["messages"], facts["text"]
 
     @contextmanager
     def _between_turns(self) -> Iterator[None]:
-        if not self._turn_lock.acquire(blocking=False):
+        if self._turn_lock.locked():
             raise RequestError(BUSY)
-        try:
+        with self._turn_lock:  # not acquire() and try: a Ctrl-C between the two would keep it for ever
             yield
-        finally:
-            self._turn_lock.release()
 
     def _turn_tokens(self, prompt: str) -> list[int]:
         """All tokens of the conversation with `prompt` at its end."""
@@ -122,35 +122,34 @@ class Session:
 
     def _turn(self, prompt: str, tokens: list[int], turn: int, settings: ReplySettings) -> Iterator[Chunk]:
         """One turn, which begins when its first chunk is asked for. `turn`: messages when it was made."""
-        if not self._turn_lock.acquire(blocking=False):
-            raise RequestError(BUSY)
-        said: list[int] = []
-        reply: list[str] = []
-
-        def heard(token: int, text: str) -> None:
-            said.append(token)
-            reply.append(text)
-
-        try:
+        with self._between_turns():
             if len(self.messages) != turn:
                 raise RequestError("The conversation has gone on since this turn was made. Call stream() again.")
-            self._lease.begin(len(tokens) + self._replier.room(tokens, settings))  # may refuse: the cache stays
-            cache, seen = self._take_cache(tokens)
+            said: list[int] = []
+            reply: list[str] = []
+
+            def heard(token: int, text: str) -> None:
+                said.append(token)
+                reply.append(text)
+
+            room = self._replier.room(tokens, settings)
+            self._lease.begin(max(self._room, len(tokens) + room))  # where it is refused the cache stays
             try:
-                yield from self._replier.reply(tokens, settings, cache, seen, heard)
-            except GeneratorExit:  # left between two passes: the cache is whole
+                cache, seen = self._take_cache(tokens)
+                try:
+                    yield from self._replier.reply(tokens, settings, cache, seen, heard)
+                except GeneratorExit:  # left between two passes: the cache is whole
+                    self._keep_cache(cache, tokens, said)
+                    raise
                 self._keep_cache(cache, tokens, said)
-                raise
-            self._keep_cache(cache, tokens, said)
-        finally:
-            self._lease.keep(len(self._cached) if self._cache is not None else 0)
-            if said:
-                self.messages.append({"role": "user", "content": prompt})
-                self.messages.append({"role": "assistant", "content": "".join(reply)})
-                if self._replier.ends_text(said[-1]):
-                    said.pop()  # the text goes on
-                self._text = [*tokens, *said]
-            self._turn_lock.release()
+            finally:
+                self._lease.keep(self._room if self._cache is not None else 0)
+                if said:
+                    self.messages.append({"role": "user", "content": prompt})
+                    self.messages.append({"role": "assistant", "content": "".join(reply)})
+                    if self._replier.ends_text(said[-1]):
+                        said.pop()  # the text goes on
+                    self._text = [*tokens, *said]
 
     def _take_cache(self, tokens: list[int]) -> tuple[Cache, int]:
         """A cache that has seen a beginning of `tokens`, and how much; at least one token is left to see.
@@ -166,9 +165,11 @@ class Session:
             if common and can_trim_prompt_cache(cache):
                 trim_prompt_cache(cache, surplus)
                 return cache, common
+        self._room = 0
         return self._replier.decoder.new_cache(), 0
 
     def _keep_cache(self, cache: Cache, tokens: list[int], said: list[int]) -> None:
         """Give `cache` to the next turn; the token said last was not fed to it."""
         if said:
             self._cache, self._cached = cache, [*tokens, *said[:-1]]
+            self._room = max(self._room, len(self._cached))

@@ -29,6 +29,7 @@ from mlxmoe import (
     RequestError,
     load,
 )
+from mlxmoe.experts import bank as bank_module
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.layer import switch_modules
 from mlxmoe.memory.guard import GuardTimes
@@ -105,6 +106,84 @@ def test_prompts_are_bit_identical_while_the_engine_is_resized_between_their_chu
         monkeypatch.setattr(engine._balance, "before_pass", lambda: engine.resize(next(sizes)))
         assert said(engine.stream(prompt, max_tokens=5)) == answer
         assert mx.array_equal(engine.logits(prompt), row)
+
+
+@pytest.mark.parametrize(("start", "size"), [("50%", "75%"), ("50%", "25%"), ("all", "50%"), ("50%", "all")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_resize_that_is_cut_short_leaves_an_exact_engine(
+    tiny: Path,
+    expected: list[list[tuple[int, float]]],
+    monkeypatch: pytest.MonkeyPatch,
+    start: str,
+    size: str,
+    error: type[BaseException],
+) -> None:
+    """By Ctrl-C, or by an allocation that fails: after any number of arrays."""
+    plain = bank_module._rows
+    for nth in itertools.count(1):
+        with load(tiny, experts=start) as engine:
+            engine.generate(PROMPTS[2], max_tokens=3)
+            made = iter(range(1, 10**6))
+
+            def rows(*args: Any, made: Iterator[int] = made, nth: int = nth) -> mx.array:
+                if next(made) == nth:
+                    raise error("in the middle")
+                return plain(*args)
+
+            monkeypatch.setattr(bank_module, "_rows", rows)
+            try:
+                engine.resize(size)
+            except error:
+                monkeypatch.undo()
+            else:
+                monkeypatch.undo()
+                assert nth > 20
+                break
+            assert said(engine.stream(PROMPTS[0], max_tokens=REPLY)) == expected[0]
+            assert engine.memory().bank_bytes <= max(engine.plan.bank_bytes, engine.plan.expert_bytes)
+            engine.resize(size)
+            assert engine.memory().bank_bytes == engine.plan.bank_bytes
+            assert said(engine.stream(PROMPTS[2], max_tokens=REPLY)) == expected[2]
+
+
+def test_growing_beyond_what_the_machine_can_give_now_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(tiny, experts="25%") as engine:
+        reading = replace(engine.memory().reading, available_bytes=50_000, total_bytes=0)
+        monkeypatch.setattr(engine._balance, "reading", lambda: reading)
+        monkeypatch.setattr("mlxmoe.memory.reading.RESERVE_LEAST_BYTES", 0)
+        with pytest.raises(
+            MemoryBudgetError, match=r"'all' takes 165\.9 kB more, but the machine can give 50\.0 kB now"
+        ):
+            engine.resize("all")
+        assert engine.memory().bank_bytes == engine.plan.bank_bytes == engine.plan.expert_bytes // 4
+        engine.resize("40%")
+        engine.resize("25%")
+
+
+def test_a_bank_beyond_the_plan_is_brought_back_by_the_guard(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pressed(tiny, monkeypatch, experts="50%") as (engine, _):
+        plain, calls = bank_module._rows, itertools.count(1)
+
+        def rows(*args: Any) -> mx.array:
+            if next(calls) == 12:
+                raise KeyboardInterrupt
+            return plain(*args)
+
+        monkeypatch.setattr(bank_module, "_rows", rows)
+        with pytest.raises(KeyboardInterrupt):
+            engine.resize("25%")
+        engine.generate(PROMPTS[0], max_tokens=5)
+        assert engine.memory().bank_bytes <= engine.plan.bank_bytes == engine.plan.expert_bytes // 4
+
+
+def test_a_dense_model_refuses_what_is_no_budget_too(tmp_path: Path) -> None:
+    dense = {key: value for key, value in QWEN3_MOE.items() if "expert" not in key} | {"model_type": "qwen3"}
+    with load(make_tiny(tmp_path / "dense", dense)) as engine:
+        for wrong in ("banana", -5):
+            with pytest.raises(MemoryBudgetError):
+                engine.resize(wrong)
+        engine.resize("50%")
+        assert engine.stats().memory_events == ()
 
 
 def test_direct_calls_of_the_model_are_exact_while_others_resize(tiny: Path) -> None:
@@ -235,12 +314,13 @@ def test_closing_or_asking_within_a_step_is_refused_and_hangs_nothing(tiny: Path
 
 def test_a_stream_of_a_closed_engine_says_so_whenever_the_guard_would_check(tiny: Path) -> None:
     with load(tiny, experts="50%") as engine:
-        stream = engine.stream([5, 6, 7])
+        stream, never_begun = engine.stream([5, 6, 7]), engine.stream([5, 6, 7])
         next(stream)
         engine.close()
-        engine._balance.guard._next_check = 0.0
-        with pytest.raises(EngineClosedError):
-            next(stream)
+        for left in (stream, never_begun):
+            engine._balance.guard._next_check = 0.0
+            with pytest.raises(EngineClosedError):
+                next(left)
 
 
 def test_nothing_is_released_or_resized_while_all_is_well(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +438,17 @@ def test_sessions_hold_what_their_cache_takes_until_they_are_forgotten(roomy: Pa
             break
         del session
         assert engine.memory().kv_bytes == 0
+
+
+def test_a_trimmed_cache_counts_as_what_it_still_holds(roomy: Path) -> None:
+    with tight(roomy) as engine:
+        session = engine.session()
+        session.generate("In the beginning " * 30, max_tokens=200)
+        held = engine.memory().kv_bytes
+        cut = session._cached[:20]
+        session._text = cut  # as if a turn of long ago were taken up again
+        session.generate("x", max_tokens=2)
+        assert engine.memory().kv_bytes == held == sum(entry.nbytes for entry in session._cache or [])
 
 
 # Pressure.

@@ -376,6 +376,7 @@ def hundred_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arrays = {f"{name}.weight": mx.random.normal((8, 1500, 1000)) for name in names}
     arrays |= {f"{name}.scales": mx.ones((8, 1500, 10)) for name in names}
     mx.save_safetensors(str(folder / "model.safetensors"), {**arrays, "embed.weight": mx.ones((1000, 100))})
+    (folder / "config.json").write_text('{"model_type": "mixtral"}')
     return folder
 
 
@@ -433,6 +434,18 @@ def test_a_truncated_model_is_a_finding_and_no_error(tmp_path: Path) -> None:
     report = examine(tmp_path)
     assert not report.healthy
     assert any("no whole safetensors file" in finding.what for finding in report.findings)
+
+
+def test_a_folder_that_is_no_model_is_a_finding(tmp_path: Path) -> None:
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((10, 10))})
+    assert any("no config.json" in finding.what for finding in examine(tmp_path).findings)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    assert any("not readable JSON" in finding.what for finding in examine(tmp_path).findings)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {})
+    assert any("hold no tensor" in finding.what for finding in examine(tmp_path).findings)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert any("is not a file" in finding.what for finding in examine(tmp_path).findings)
 
 
 def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from mlxmoe.doctor.disk import Disk
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
-from mlxmoe.errors import CheckpointError, brief
+from mlxmoe.errors import CheckpointError, ModelError, brief
 from mlxmoe.experts.safetensors import read_checkpoint
 from mlxmoe.hub import cache_folder
 from mlxmoe.memory.chips import Chip, find_chip
 from mlxmoe.memory.reading import MemoryReader, Reading, usable_bytes
+from mlxmoe.opening import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ def gather(machine: Machine, reader: MemoryReader, model: Path | None) -> Facts:
 def _look_at_model(machine: Machine, folder: Path) -> ModelFacts:
     try:
         checkpoint = read_checkpoint(folder)
-    except CheckpointError as error:
+        if not checkpoint.tensors:
+            raise CheckpointError(f"The weights of {folder} hold no tensor. Download the model again.")
+    except ModelError as error:
         return ModelFacts(str(folder), 0, 0, machine.disk(folder), None, str(error))
     file = next(iter(checkpoint.files))  # a download is a folder of links: the files lie where they point to
     rate, problem = None, None
@@ -99,4 +102,8 @@ def _look_at_model(machine: Machine, folder: Path) -> ModelFacts:
         rate = measure_read_rate(checkpoint, machine.bytes_from_disk)
     except OSError as error:
         problem = f"Reading the weights of {folder} failed: {brief(error)}"
+    try:
+        read_config(folder)
+    except ModelError as error:
+        problem = problem or str(error)
     return ModelFacts(str(folder), checkpoint.nbytes, len(checkpoint.files), machine.disk(file), rate, problem)

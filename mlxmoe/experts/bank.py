@@ -173,8 +173,8 @@ class ExpertBank:
         """
         missing = [expert for expert in range(self.num_experts) if expert not in self._policy]
         targets = dict(zip(missing, sorted(self._free), strict=False))
-        self._changing = True
         self._reader.read(self._pieces(list(targets), list(targets.values())))
+        self._changing = True  # until here only slots of nobody were written to
         self.counters.bytes_read += len(targets) * self.expert_bytes
         self._hold({**targets, **self.resident}, {**dict.fromkeys(targets, 0), **self._policy.last_calls})
         self._changing = False
@@ -189,16 +189,24 @@ class ExpertBank:
         return self._views[list(self._homes).index(name)][slot]
 
     def _bind(self) -> None:
-        """Take the arrays as they are at home: as many slots as the shortest has, and a view of each."""
+        """Take the arrays as they are at home: their number of slots, and a view of each."""
         arrays = list(self.arrays.values())
         mx.eval(arrays)
-        self.slots = min(array.shape[0] for array in arrays)
+        (self.slots,) = {array.shape[0] for array in arrays}
         self._views = [_slot_views(array) for array in arrays]
         for tensor, views in zip(self._tensors, self._views, strict=True):
             assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
 
     def _recover(self) -> None:
-        """After an admit or a resize that was cut short: nothing it left behind can be relied on."""
+        """After an admit or a resize that was cut short: nothing it left behind can be relied on.
+
+        Arrays that it left longer than others are cut: kernels want them to have one number of slots.
+        """
+        count = min(home.array.shape[0] for home in self._homes.values())
+        for home in self._homes.values():
+            if home.array.shape[0] > count:
+                self._views.clear()
+                home.owner[home.key] = _rows(home.array, {}, count)
         self._bind()
         self.clear()
 

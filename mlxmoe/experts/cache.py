@@ -68,6 +68,7 @@ class ExpertCache:
         self._locate = locate
         self._places: Places | None = None
         self._reader = reader
+        self._closed = False
 
     @classmethod
     def of_nothing(cls) -> ExpertCache:
@@ -135,6 +136,8 @@ class ExpertCache:
         Of a resident layer nothing is known: its experts are taken to be as old as the others are on average.
         """
         slots = self.slots
+        if self._closed:
+            return slots
         known = {path: stream.bank.ages for path, stream in self.streams.items()}
         unknown = median_low([age for ages in known.values() for age in ages] or [0])
         coldest: list[tuple[int, float, MoeLayer]] = []
@@ -153,13 +156,14 @@ class ExpertCache:
     def grown(self, target: Mapping[str, int], nbytes: int) -> dict[str, int]:
         """Slots of each layer with at most `nbytes` more, never above `target`; the layer that lacks most first."""
         slots = self.slots
-        while True:
+        while not self._closed:
             lacking = [m for m in self.layers if slots[m.path] < target[m.path] and m.expert_bytes <= nbytes]
             if not lacking:
                 return slots
             layer = min(lacking, key=lambda layer: slots[layer.path] / target[layer.path])
             slots[layer.path] += 1
             nbytes -= layer.expert_bytes
+        return slots
 
     def guard_calls(self, model: nn.Module) -> None:
         """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
@@ -170,6 +174,7 @@ class ExpertCache:
     def close(self) -> None:
         """Let go of the model, end the reader's threads, close the files. May be called twice."""
         with self.passes.one():
+            self._closed = True
             self._modules, self.streams, self._places, self._locate = {}, {}, None, dict
             self._reader.close()
 

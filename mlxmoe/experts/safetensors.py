@@ -114,6 +114,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_header(path: Path) -> tuple[FileState, dict[str, TensorInfo]]:
     """The state of one file and its tensors, each checked to lie inside the file."""
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is not a file. Download the model again.")
         with path.open("rb") as file:
             state = FileState.of(file.fileno())
             prefix = file.read(8)

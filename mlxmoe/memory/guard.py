@@ -137,10 +137,10 @@ class Guard:
         return self.pressure == "critical"
 
     def check(self) -> None:
-        """Read and act, unless it was done just now or another thread is at it. Call it outside any pass."""
-        if not self._lock.acquire(blocking=False):
+        """Read and act, unless it was done just now or somebody is at it. Call it outside any pass."""
+        if self._lock.locked():
             return
-        try:
+        with self._lock:  # not acquire() and try: a Ctrl-C between the two would keep it for ever
             start = self._clock()
             if start < self._next_check:
                 return
@@ -156,8 +156,6 @@ class Guard:
                     self._give_step(start)
                 case "critical":
                     self._give_everything(start)
-        finally:
-            self._lock.release()
 
     def note_step(self, seconds: float) -> None:
         """A decode step took `seconds`: what tells whether growing pays."""

@@ -217,7 +217,7 @@ def make_plan(
     """
     total = sum(layer.nbytes for layer in layers)
     floor = sum(layer.floor_bytes for layer in layers)
-    least = expert_budget(experts, layers, auto_bytes=floor) if layers else 0
+    least = expert_budget(experts, layers, auto_bytes=floor)
     room = memory_bytes - trunk_bytes
     split = _Split(context or model_context, kv, prefill, pool_bytes)
     whole = total if experts == "auto" else least
@@ -253,7 +253,7 @@ def make_plan(
 def replan(plan: Plan, layers: Sequence[MoeLayer], experts: int | float | str) -> Plan:
     """`plan` with another expert budget, all else as it is. Raises MemoryBudgetError where that does not fit."""
     room = plan.memory_bytes - (plan.total_bytes - plan.bank_bytes)
-    budget = expert_budget(experts, layers, auto_bytes=room) if layers else 0
+    budget = expert_budget(experts, layers, auto_bytes=room)
     if budget > room:
         raise MemoryBudgetError(
             f"experts={experts!r} is {format_bytes(budget)}, but the memory budget of "
