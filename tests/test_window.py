@@ -269,11 +269,6 @@ def test_a_stored_state_goes_on_as_the_cache_would_have(bits: int | None, seen: 
     assert mx.array_equal(layer.run(again, range(seen, TOKENS)), layer.run(cache, range(seen, TOKENS)))
 
 
-def test_batching_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="one text"):
-        SlidingWindowKVCache.merge([SlidingWindowKVCache(16), SlidingWindowKVCache(16)])
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -6,7 +6,7 @@ Legend: B sequences, H heads, T tokens of a call, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
@@ -16,6 +16,9 @@ from mlxmoe.kv.packing import Packed, Packing, cut, empty_like, join, nbytes, wr
 from mlxmoe.kv.positions import Positions, Rotation
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KV_STEP
+
+if TYPE_CHECKING:
+    from mlxmoe.kv.batch import BatchSlidingWindowKVCache
 
 
 class SlidingWindowKVCache:
@@ -181,9 +184,14 @@ class SlidingWindowKVCache:
         return cache
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> NoReturn:
-        """mlx-lm's batching of several texts. Raises NotImplementedError: their sinks would be lost in it."""
-        raise NotImplementedError("A cache with a window or kv_bits takes one text: run several one after the other.")
+    def merge(cls, caches: Sequence[SlidingWindowKVCache]) -> BatchSlidingWindowKVCache:
+        """A batch of several texts for mlx-lm, of caches of one text each, which are not modified.
+
+        Raises what BatchSlidingWindowKVCache does.
+        """
+        from mlxmoe.kv.batch import BatchSlidingWindowKVCache  # which is made of this class
+
+        return BatchSlidingWindowKVCache(caches)
 
     def _count(self, seen: int) -> int:
         return seen if self.window is None else min(seen, self.window)
