@@ -16,6 +16,8 @@ from mlx_lm.utils import load as stock_load
 from mlxmoe import load
 from mlxmoe.experts.safetensors import read_checkpoint
 
+pytestmark = pytest.mark.slow
+
 BUDGETS = ["25%", "60%", "all"]
 
 

@@ -20,6 +20,8 @@ from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.registry import SPECS
 
+pytestmark = pytest.mark.slow
+
 PREFILL = list(range(5, 45))  # past every tiny window and chunk, and past the 64 pairs where mlx-lm begins to sort
 DECODE = [900, 17, 333, 1200, 64]
 

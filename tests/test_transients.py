@@ -76,17 +76,19 @@ def test_the_peak_of_the_demo_model_with_a_lossy_cache_is_as_predicted(experts: 
 
 @pytest.mark.parametrize("kv_settings", [KVSettings(64), KVSettings(200, kv_bits=8)], ids=str)
 def test_the_room_of_the_demo_model_without_an_end_is_that_of_a_long_text(kv_settings: KVSettings) -> None:
-    loaded = load_folder(demo_folder(), experts="all", memory_bytes=2**62, kv_settings=kv_settings)
+    loaded = load_folder(demo_folder(), experts="all", memory_bytes=100_000_000, kv_settings=kv_settings)
     plan = loaded.plan
     try:
         assert plan.context is None
+        assert plan.chunk_tokens == 512, "as fits, and quick to measure"
         planned = plan.trunk_bytes + plan.bank_bytes + plan.kv_bytes + plan.prefill_bytes
         assert planned >= 0.97 * measured_bytes(loaded, plan.chunk_tokens, 3 * plan.chunk_tokens)
     finally:
         loaded.experts.close()
 
 
-@pytest.mark.parametrize("experts", ["25%", "50%", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["25%", "all"])
 def test_the_peak_of_a_model_of_a_gigabyte_is_as_predicted(gigabyte: Path, experts: str) -> None:
     """With short chunks: a quantised matrix product of many tokens takes minutes on a processor."""
     assert ratio(gigabyte, experts, 32, 68) == pytest.approx(1, abs=0.1)

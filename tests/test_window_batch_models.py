@@ -21,6 +21,8 @@ from mlxmoe.kv.choose import KVChoice, choose
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 
+pytestmark = pytest.mark.slow
+
 WINDOW, SINKS, TRAINED = 24, 3, 40
 
 # Sums over a batch may be taken in another order than those of one text: mostly they are not, and nothing differs.

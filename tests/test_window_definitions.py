@@ -24,6 +24,8 @@ from mlxmoe.kv.packing import Packing
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 
+pytestmark = pytest.mark.slow
+
 WINDOW, SINKS = 24, 3
 TOKENS = [(37 * i * i + 11 * i + 5) % 2048 for i in range(70)]
 DIVISIONS = {"mixed": [10, 11, 12, 30, 31, 32, 33, 55, 56, 57, 58], "one": [], "two": [40], "single": range(9, 70)}
