@@ -26,6 +26,7 @@ from mlxmoe.errors import (
     WindowError,
 )
 from mlxmoe.kv.prefix import PrefixStats, PrefixStore
+from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Reading
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineStats",
+    "KVSettings",
     "LayerStats",
     "MemoryBudgetError",
     "MemoryEvent",

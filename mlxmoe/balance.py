@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 class Lease:
     """What one cache may grow to. It counts as long as it lives and holds something."""
 
-    def __init__(self, balance: Balance) -> None:
+    def __init__(self, balance: Balance, kv: KVBytes) -> None:
         self.nbytes = 0
+        self.kv = kv
         self._balance = balance
 
     def begin(self, tokens: int) -> None:
@@ -41,7 +42,7 @@ class Lease:
 
     def keep(self, tokens: int) -> None:
         """Hold no more than a cache of `tokens` takes; none of it for 0. Nothing moves at once."""
-        self.nbytes = min(self.nbytes, self._balance.kv.of(tokens) if tokens else 0)
+        self.nbytes = min(self.nbytes, self.kv.of(tokens) if tokens else 0)
 
 
 class Room:
@@ -70,13 +71,13 @@ class Room:
 
         Raises MemoryBudgetError, and then nothing has changed.
         """
-        nbytes = self.kv.of(tokens)
+        nbytes = lease.kv.of(tokens)
         with self._lock:
             others = [other.nbytes for other in self._alive() if other is not lease and other.nbytes]
             banks = self._bank_bytes_beside(sum(others) + nbytes)
             given = self._shrink(self._experts.nbytes - banks) if banks >= self._floor_bytes else 0
             if self._experts.nbytes > banks:
-                raise MemoryBudgetError(self._no_room(tokens, nbytes, others))
+                raise MemoryBudgetError(self._no_room(tokens, lease.kv, others))
             with self._leases_lock:
                 self._leases.add(lease)
             lease.nbytes = nbytes
@@ -167,16 +168,16 @@ class Room:
                 logger.warning("The experts stay in memory whatever happens: %s", error)
             return before - self._experts.nbytes
 
-    def _no_room(self, tokens: int, nbytes: int, others: Sequence[int]) -> str:
+    def _no_room(self, tokens: int, kv: KVBytes, others: Sequence[int]) -> str:
         plan, least = self.plan, self._floor_bytes if self._shrinks else self._experts.nbytes
         room = max(0, plan.memory_bytes - self._fixed_bytes - least - sum(others))
         beside = f" and {format_bytes(sum(others))} for {len(others)} other requests or sessions" if others else ""
         return (
-            f"A KV cache for {tokens} tokens takes {format_bytes(nbytes)}, but the memory budget of "
+            f"A KV cache for {tokens} tokens takes {format_bytes(kv.of(tokens))}, but the memory budget of "
             f"{format_bytes(plan.memory_bytes)} has {format_bytes(room)} for it, beside "
             f"{format_bytes(plan.trunk_bytes)} trunk, {format_bytes(self._fixed_bytes - plan.trunk_bytes)} for "
             f"prefill, {format_bytes(least)} for the experts that must stay{beside}. At most "
-            f"{self.kv.tokens_in(room)} tokens, prompt and reply, fit now: ask for fewer, close other sessions, or "
+            f"{kv.tokens_in(room)} tokens, prompt and reply, fit now: ask for fewer, close other sessions, or "
             f"raise memory=."
         )
 
@@ -217,9 +218,9 @@ class Balance:
         """What the machine says now."""
         return self._reports.read()
 
-    def lease(self) -> Lease:
-        """For one cache, which holds nothing yet."""
-        return Lease(self)
+    def lease(self, kv: KVBytes | None = None) -> Lease:
+        """For one cache, which holds nothing yet and takes what `kv` says, by default what the engine's own take."""
+        return Lease(self, self.kv if kv is None else kv)
 
     def admit(self, lease: Lease, tokens: int) -> None:
         """Lease.begin's work."""

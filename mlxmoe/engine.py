@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
+from mlxmoe.growth import kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
+from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
-from mlxmoe.memory.plan import Plan, expert_budget
+from mlxmoe.memory.plan import KVBytes, Plan, expert_budget
 from mlxmoe.memory.reading import MemoryReader, reserve_bytes, usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
@@ -112,6 +114,15 @@ def load(
     )
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What serves texts whose caches are of one kind. `kv`: what such a cache takes."""
+
+    prompts: PromptEncoder
+    replier: Replier
+    kv: KVBytes
+
+
 class Engine:
     """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
 
@@ -158,6 +169,8 @@ class Engine:
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
+        self._vocab_size = loaded.vocab_size
+        self._kinds: dict[KVSettings, _Kind] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -211,18 +224,26 @@ class Engine:
         """The whole reply as text; takes what `stream` takes."""
         return "".join(chunk.text for chunk in self.stream(prompt, raw=raw, **options))
 
-    def session(self, system: str | None = None) -> Session:
-        """A conversation that keeps its KV cache from turn to turn. Several may interleave."""
-        self._decoder.new_cache()  # raises if the engine is closed
-        return Session(self._replier, self._prompts, self._balance.lease(), system, self._identify)
+    def session(self, system: str | None = None, *, kv_settings: KVSettings | None = None) -> Session:
+        """A conversation that keeps its KV cache from turn to turn. Several may interleave.
 
-    def restore(self, path: str | Path) -> Session:
+        `kv_settings`: its window and bits, by default the engine's. Raises UnsupportedModelError for a model that
+        they would break.
+        """
+        self._decoder.new_cache()  # raises if the engine is closed
+        if kv_settings is None or kv_settings == self.kv_settings:
+            return Session(self._replier, self._prompts, self._balance.lease(), system, self._identify)
+        kind = self._kind(kv_settings)
+        return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
+
+    def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
         """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
 
+        `kv_settings`: those with which it was saved, by default the engine's.
         Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
         that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
         """
-        session = self.session()
+        session = self.session(kv_settings=kv_settings)
         session.become(path)
         return session
 
@@ -281,6 +302,8 @@ class Engine:
         Raises RequestError, and then nothing has changed, where it is called within a step (by a signal handler).
         """
         self._decoder.close()
+        for kind in self._kinds.values():
+            kind.replier.decoder.close()
         self._balance.close()
         for let_go in self._let_go:
             let_go()
@@ -288,6 +311,35 @@ class Engine:
         if self._prefixes is not None and self._owns_prefixes:
             self._prefixes.shrink()
         mx.clear_cache()
+
+    def _kind(self, settings: KVSettings) -> _Kind:
+        """What serves sessions with other caches than the engine's own."""
+        if settings not in self._kinds:
+            plan, model = self.plan, self.model
+            with self._experts.listening():
+                choice = choose(model, settings, plan.model_context)
+                kv, plain = kv_growth(model, choice.caches), kv_growth(model)
+                layers = len(choice.caches(model))
+            # Their rows are handed out beside those that are stored, one layer after the other.
+            if settings.window is not None:
+                handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
+                kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
+            elif settings.kv_bits is not None:
+                kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
+            context = None if choice.endless else plan.context or plan.model_context
+            decoder = Decoder(
+                model,
+                self._experts,
+                chunk_tokens=self._decoder.chunk_tokens,
+                kv_choice=choice,
+                upkeep=self._balance,
+            )
+            self._kinds[settings] = _Kind(
+                PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
+                Replier(decoder, self.tokenizer, context, self._experts.lookups),
+                kv,
+            )
+        return self._kinds[settings]
 
     def __enter__(self) -> Engine:
         return self

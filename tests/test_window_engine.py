@@ -11,7 +11,16 @@ from definitions import DEFINITIONS
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import QWEN3_MOE, make_tiny
 
-from mlxmoe import Engine, UnsupportedModelError, WindowError, load
+from mlxmoe import (
+    Engine,
+    EngineClosedError,
+    PromptError,
+    SavedStateError,
+    Session,
+    UnsupportedModelError,
+    WindowError,
+    load,
+)
 from mlxmoe.hub import demo_folder
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
@@ -138,3 +147,54 @@ def test_bits_want_no_place_of_the_context(tmp_path: Path) -> None:
     # tiny heads of 32 in one group, scales in float32: 8 and 4 bits a number and 2 of scale and bias
     assert plans[8] / plans[None] == (8 + 2) / 32
     assert plans[4] / plans[None] == (4 + 2) / 32
+
+
+def test_a_session_may_have_a_window_of_its_own(tmp_path: Path) -> None:
+    settings = KVSettings(window=64, kv_bits=8)
+    turns = ["In the beginning God created the heaven", " And God said", " And it came to pass"]
+
+    def talk(session: Session) -> list[tuple[int, float]]:
+        return [(chunk.token, chunk.logprob) for turn in turns for chunk in session.stream(turn, max_tokens=40)]
+
+    with load(window=64, kv_bits=8) as engine:
+        expected = talk(engine.session())
+    with load(experts="50%") as engine:
+        whole, windowed = engine.session(), engine.session(kv_settings=settings)
+        plain = talk(whole)
+        assert talk(windowed) == expected != plain
+        assert talk(engine.session()) == plain, "others are as they were"
+        assert engine.session(kv_settings=KVSettings())._replier is engine._replier
+        kept, all_kept = (sum(entry.nbytes for entry in session._cache or []) for session in (windowed, whole))
+        assert 0 < kept < all_kept
+        assert windowed._lease.nbytes >= kept, "and what one layer is handed while it computes"
+        windowed.save(tmp_path / "kept")
+        with load() as other, pytest.raises(SavedStateError, match="window=64"):
+            other.restore(tmp_path / "kept")
+        with load() as other:
+            again = other.restore(tmp_path / "kept", kv_settings=settings)
+            more = [chunk.token for chunk in again.stream(" And", max_tokens=20)]
+        assert more == [chunk.token for chunk in windowed.stream(" And", max_tokens=20)]
+        left = windowed.stream(" And")
+        next(left)
+        engine.close()
+        with pytest.raises(EngineClosedError):
+            next(left)
+
+
+def test_a_session_may_be_without_the_engines_window() -> None:
+    with load(window=64) as engine, load() as plain:
+        assert engine.plan.context is None
+        prompt = "In the beginning " * 30
+        expected = plain.session().generate(prompt, max_tokens=10)
+        session = engine.session(kv_settings=KVSettings())
+        assert session.generate(prompt, max_tokens=10) == expected
+        with pytest.raises(PromptError, match="context is 256"):
+            session.stream("In the beginning " * 400)
+
+
+def test_a_session_of_a_model_that_a_window_would_break_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "sparse", DEFINITIONS["deepseek_v32"])
+    with load(folder, experts="50%") as engine:
+        with pytest.raises(UnsupportedModelError, match="window=64"):
+            engine.session(kv_settings=KVSettings(window=64))
+        assert engine.session().generate("x", max_tokens=2)

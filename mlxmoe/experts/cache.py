@@ -19,6 +19,7 @@ from mlxmoe.experts.bank import BankCounters, ExpertBank
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
 from mlxmoe.experts.layer import (
     ExpertStream,
+    Listening,
     Passes,
     compute_from,
     compute_whole,
@@ -164,6 +165,12 @@ class ExpertCache:
             slots[layer.path] += 1
             nbytes -= layer.expert_bytes
         return slots
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """The turn for passes that are never evaluated, in which the layers with experts compute nothing."""
+        with self.passes.one(), Listening(self._modules):
+            yield
 
     def guard_calls(self, model: nn.Module) -> None:
         """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
