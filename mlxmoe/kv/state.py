@@ -202,7 +202,8 @@ def _refuse_misfit(state: CacheState, cache: Any, layer: int) -> None:
     if state.kind != name:
         raise SavedStateError(
             f"Cache {layer} was saved as a {state.kind.rpartition('.')[2]}, but this engine has a "
-            f"{name.rpartition('.')[2]} there. Load the model with the same options as when it was saved."
+            f"{name.rpartition('.')[2]} there. Load the model, or "
+            f"restore the session, with the same window and bits as when it was saved."
         )
     if name == LIST_KIND:
         if len(state.parts) != len(cache.caches):
