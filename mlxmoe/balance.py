@@ -52,7 +52,8 @@ class Room:
         self.plan = plan
         self.kv = kv
         self._experts = experts
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        # Not a WeakSet: a Ctrl-C that falls into its callback, when a lease is forgotten, would be swallowed.
+        self._leases: list[weakref.ref[Lease]] = []
         self._leases_lock = threading.RLock()  # held for moments only
         self._lock = threading.RLock()  # held while banks are resized
         self._shrinks = True  # until it turns out that the experts cannot be read in place
@@ -79,7 +80,8 @@ class Room:
             if self._experts.nbytes > banks:
                 raise MemoryBudgetError(self._no_room(tokens, lease.kv, others))
             with self._leases_lock:
-                self._leases.add(lease)
+                if lease not in self._alive():
+                    self._leases.append(weakref.ref(lease))
             lease.nbytes = nbytes
             return given
 
@@ -137,7 +139,8 @@ class Room:
 
     def _alive(self) -> list[Lease]:
         with self._leases_lock:
-            return list(self._leases)
+            self._leases = [ref for ref in self._leases if ref() is not None]
+            return [lease for ref in self._leases if (lease := ref()) is not None]
 
     @property
     def _step_bytes(self) -> int:

@@ -69,6 +69,8 @@ def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_kernels_without_metal")
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_every_definition_gives_the_bits_of_a_fresh_prefill(tmp_path: Path, name: str) -> None:
     model, _ = load_model(make_tiny(tmp_path / name, DEFINITIONS[name]))

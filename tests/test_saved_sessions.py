@@ -59,6 +59,8 @@ def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_kernels_without_metal")
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_caches_of_every_definition_go_on_bit_identically(tmp_path: Path, name: str) -> None:
     model, _ = load_model(make_tiny(tmp_path / name, DEFINITIONS[name]))

@@ -94,6 +94,8 @@ def test_the_peak_of_a_model_of_a_gigabyte_is_as_predicted(gigabyte: Path, exper
     assert ratio(gigabyte, experts, 32, 68) == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("kernels_without_metal")
 @pytest.mark.parametrize("experts", ["50%", "all"])
 @pytest.mark.parametrize("name", DEFINITIONS)
