@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,13 @@ TOOLS = Path(__file__).parent.parent / "tools"
 # Examples take as long as the model takes: a deadline would time the machine, not the code.
 settings.register_profile("mlxmoe", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("mlxmoe")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """Also where the tests run in the background: a shell starts those with SIGINT ignored, and Python leaves it so."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
