@@ -30,7 +30,7 @@ settings.load_profile("mlxmoe")
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> None:
-    """Also where the tests run in the background: a shell starts those with SIGINT ignored, and Python leaves it so."""
+    """Also where the tests run in the background, which a shell starts with SIGINT ignored; Python leaves it so."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
