@@ -54,4 +54,5 @@ def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_p
     seen, footprints = json.loads(done.stdout)
     assert seen >= 20_000
     assert len(footprints) == 20
-    assert footprints[-1] <= 1.02 * footprints[0], footprints
+    # A reading scatters by some 2 % with what the C library happens to keep; a leak would raise the lowest ones too.
+    assert min(footprints[-4:]) <= 1.02 * min(footprints[:4]), footprints
