@@ -47,6 +47,7 @@ print(json.dumps([seen, footprints]))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "small", {**QWEN3_MOE, "num_hidden_layers": 1})
     done = subprocess.run([sys.executable, "-c", SOAK, str(folder)], capture_output=True, text=True, timeout=500)
