@@ -26,9 +26,8 @@ from mlxmoe.kv.prefix import Prefixes, PrefixRun
 from mlxmoe.kv.state import CacheState, form, put, take
 from mlxmoe.sampling import Sampled, Sampler
 
-POOL_TOKENS = (
-    256  # decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there
-)
+# Decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there.
+POOL_TOKENS = 256
 
 Cache = list[Any]  # mlx-lm's caches, one for each layer
 

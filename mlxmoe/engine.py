@@ -89,6 +89,7 @@ def load(
     store = prefixes if prefixes is None or isinstance(prefixes, PrefixStore) else PrefixStore(prefixes)
     if store is not None:
         memory_bytes = store.memory_beside(memory_bytes)
+    adapter = None if adapter is None else Path(adapter).expanduser()
     folder = resolve(model, revision, progress)
     loaded = load_folder(
         folder,
@@ -97,7 +98,7 @@ def load(
         reserve_bytes=reserve_bytes(reading) if memory is None else 0,
         context=context,
         progress=progress,
-        adapter=None if adapter is None else Path(adapter).expanduser(),
+        adapter=adapter,
         trust_remote_code=trust_remote_code,
         kv_settings=kv_settings,
     )
@@ -106,7 +107,7 @@ def load(
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
     return Engine(
         loaded,
-        adapter=None if adapter is None else Path(adapter).expanduser(),
+        adapter=adapter,
         prefixes=store,
         owns_prefixes=store is not prefixes,
         wired=wired,
@@ -170,7 +171,7 @@ class Engine:
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
         self._vocab_size = loaded.vocab_size
-        self._kinds: dict[KVSettings, _Kind] = {}
+        self._kinds = {self.kv_settings: _Kind(self._prompts, self._replier, loaded.kv)}
 
     @property
     def model(self) -> nn.Module:
@@ -231,9 +232,7 @@ class Engine:
         they would break.
         """
         self._decoder.new_cache()  # raises if the engine is closed
-        if kv_settings is None or kv_settings == self.kv_settings:
-            return Session(self._replier, self._prompts, self._balance.lease(), system, self._identify)
-        kind = self._kind(kv_settings)
+        kind = self._kind(kv_settings or self.kv_settings)
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
 
     def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
@@ -301,8 +300,7 @@ class Engine:
 
         Raises RequestError, and then nothing has changed, where it is called within a step (by a signal handler).
         """
-        self._decoder.close()
-        for kind in self._kinds.values():
+        for kind in self._kinds.values():  # the engine's own first
             kind.replier.decoder.close()
         self._balance.close()
         for let_go in self._let_go:
@@ -313,7 +311,7 @@ class Engine:
         mx.clear_cache()
 
     def _kind(self, settings: KVSettings) -> _Kind:
-        """What serves sessions with other caches than the engine's own."""
+        """What serves sessions with such caches; the engine's own is there from the start."""
         if settings not in self._kinds:
             plan, model = self.plan, self.model
             with self._experts.listening():

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import KV_STEP, KVBytes, Rows
 
@@ -61,12 +62,7 @@ def _telling_lengths(caches: Sequence[Any]) -> tuple[int, ...]:
 def _after(model: nn.Module, caches: list[Any], tokens: int) -> list[Any]:
     """The model's `caches` after one pass of `tokens`, not evaluated."""
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
-    return _flat(caches)
-
-
-def _flat(caches: Sequence[Any]) -> list[Any]:
-    """Every single cache, also where a layer has several."""
-    return [one for entry in caches for one in (_flat(entry.caches) if hasattr(entry, "caches") else [entry])]
+    return leaves_of(caches)
 
 
 def _rows_of(entries: Sequence[Any], lengths: Sequence[int]) -> list[Rows]:

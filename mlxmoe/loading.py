@@ -39,8 +39,7 @@ LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
 class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
-    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes
-    it.
+    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes it.
     """
 
     model: nn.Module

@@ -7,15 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.muse_spark
 import pytest
-from definitions import MUSE_SPARK_KERNELS
+from definitions import DEFINITIONS, MUSE_SPARK_KERNELS
 from hypothesis import HealthCheck, settings
 from mlx_lm.utils import load as stock_load
+from mlx_lm.utils import load_model
 from tiny import make_tiny
 
 from mlxmoe import Engine, load
@@ -69,6 +71,18 @@ def kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     if not mx.metal.is_available():
         for name, kernel in MUSE_SPARK_KERNELS.items():
             monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """mlx-lm's model of each definition, unquantised, made when it is first asked for."""
+
+    @once
+    def load(name: str) -> Any:
+        folder: Path = make_tiny(tmp_path_factory.mktemp(name) / name, DEFINITIONS[name], bits=None)
+        return load_model(folder)[0]
+
+    return load
 
 
 def run_tool(name: str, *arguments: str) -> None:

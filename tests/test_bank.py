@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,21 +138,28 @@ class InterruptAt:
         return self
 
 
-@pytest.mark.parametrize("sequence", [[3, 2], [4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7]], ids=["hits", "misses", "waves"])
-def test_an_interrupt_at_any_line_leaves_no_lie_and_no_lost_slot(layer: Layer, sequence: list[int]) -> None:
-    interrupted = 0
+def interrupted_banks(layer: Layer, act: Callable[[ExpertBank], object]) -> Iterator[ExpertBank]:
+    """For each line of `act` a bank of four, filled, in which it was interrupted there."""
     for nth in itertools.count(1):
         bank = layer.bank(4)
         use(bank, [0, 1, 2, 3])
         sys.settrace(InterruptAt(nth))
         try:
-            use(bank, sequence)
+            act(bank)
         except KeyboardInterrupt:
-            interrupted += 1
+            pass
         else:
-            break
+            return
         finally:
             sys.settrace(None)
+        yield bank
+
+
+@pytest.mark.parametrize("sequence", [[3, 2], [4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7]], ids=["hits", "misses", "waves"])
+def test_an_interrupt_at_any_line_leaves_no_lie_and_no_lost_slot(layer: Layer, sequence: list[int]) -> None:
+    interrupted = 0
+    for bank in interrupted_banks(layer, lambda bank: use(bank, sequence)):
+        interrupted += 1
         check(bank)
         use(bank, [6, 7, 5, 4])
         assert len(bank.resident) == 4, "no slot was lost"
@@ -181,18 +189,8 @@ def test_slots_hold_what_they_claim_whatever_the_bank_is_resized_to(
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 def test_an_interrupt_at_any_line_of_a_resize_leaves_no_lie_and_no_lost_slot(layer: Layer, size: int) -> None:
     interrupted = 0
-    for nth in itertools.count(1):
-        bank = layer.bank(4)
-        use(bank, [0, 1, 2, 3])
-        sys.settrace(InterruptAt(nth))
-        try:
-            bank.resize(size)
-        except KeyboardInterrupt:
-            interrupted += 1
-        else:
-            break
-        finally:
-            sys.settrace(None)
+    for bank in interrupted_banks(layer, lambda bank: bank.resize(size)):
+        interrupted += 1
         check(bank)
         use(bank, [6, 7, 5, 4])
         assert len(bank.resident) == min(bank.slots, 4), "no slot was lost"

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.muse_spark
 import pytest
 from conftest import watch_passes
-from definitions import DEFINITIONS, MUSE_SPARK_KERNELS
+from definitions import DEFINITIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -61,14 +60,7 @@ def answer(decoder: Decoder, prompt: list[int]) -> tuple[int, mx.array]:
     return seen, mx.concatenate(rows)
 
 
-@pytest.fixture
-def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mx.metal.is_available():
-        for name, kernel in MUSE_SPARK_KERNELS.items():
-            monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
-
-
-@pytest.mark.usefixtures("_kernels_without_metal")
+@pytest.mark.usefixtures("kernels_without_metal")
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DEFINITIONS)

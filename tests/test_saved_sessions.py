@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.muse_spark
 import pytest
 from conftest import watch_passes
-from definitions import DEFINITIONS, MUSE_SPARK_KERNELS
+from definitions import DEFINITIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
@@ -51,14 +50,7 @@ def saved_and_read(path: Path, cache: list[Any]) -> list[Any]:
 # --- caches -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mx.metal.is_available():
-        for name, kernel in MUSE_SPARK_KERNELS.items():
-            monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
-
-
-@pytest.mark.usefixtures("_kernels_without_metal")
+@pytest.mark.usefixtures("kernels_without_metal")
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DEFINITIONS)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache as once
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from definitions import DEFINITIONS
 from mlx_lm.generate import BatchGenerator, _merge_caches
-from mlx_lm.models.cache import CacheList
-from mlx_lm.utils import load_model
-from tiny import make_tiny
 
 from mlxmoe import Engine
 from mlxmoe.kv.batch import BatchSlidingWindowKVCache
 from mlxmoe.kv.choose import KVChoice, choose
+from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 
@@ -41,22 +36,8 @@ def far(found: mx.array, expected: mx.array) -> float:
     return float((mx.abs(found - expected).max() / mx.abs(expected).max()).item())
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    @once
-    def load(name: str) -> Any:
-        folder: Path = make_tiny(tmp_path_factory.mktemp(name) / name, DEFINITIONS[name], bits=None)
-        return load_model(folder)[0]
-
-    return load
-
-
 def texts_of(lengths: list[int]) -> list[list[int]]:
     return [[(37 * i * i + 11 * i + 5 + 101 * row) % 2000 + 3 for i in range(n)] for row, n in enumerate(lengths)]
-
-
-def ours(caches: list[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
 def decode(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
@@ -94,7 +75,7 @@ def check_joins_and_leaves(
     for text, cache, n in zip(texts, alone, lengths, strict=True):
         mx.eval(model(mx.array([text[:n]]), cache=cache), [entry.state for entry in cache])
     batch = _merge_caches(alone[:-1])
-    assert any(isinstance(leaf, BatchSlidingWindowKVCache) for leaf in ours(batch))
+    assert any(isinstance(leaf, BatchSlidingWindowKVCache) for leaf in leaves_of(batch))
     here = list(range(len(texts) - 1))
 
     def step() -> None:

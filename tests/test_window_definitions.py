@@ -5,17 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache as once
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.muse_spark
 import pytest
-from definitions import DEFINITIONS, MUSE_SPARK_KERNELS
+from definitions import DEFINITIONS
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
-from mlx_lm.utils import load_model
-from tiny import make_tiny
 
 from mlxmoe.errors import UnsupportedModelError
 from mlxmoe.kv.choose import KVChoice, choose
@@ -24,7 +19,7 @@ from mlxmoe.kv.packing import Packing
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels_without_metal")]
 
 WINDOW, SINKS = 24, 3
 TOKENS = [(37 * i * i + 11 * i + 5) % 2048 for i in range(70)]
@@ -65,23 +60,6 @@ class Explicit(KVCache):
         packings = [Packing(rows.shape[3], self.packing_bits) for rows in (keys, values)]
         rows = (p.unpack(p.pack(rows)) for p, rows in zip(packings, (keys, values), strict=True))
         return super().update_and_fetch(*rows)
-
-
-@pytest.fixture(autouse=True)
-def _kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mx.metal.is_available():
-        for name, kernel in MUSE_SPARK_KERNELS.items():
-            monkeypatch.setattr(mlx_lm.models.muse_spark, name, kernel)
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    @once
-    def load(name: str) -> Any:
-        folder: Path = make_tiny(tmp_path_factory.mktemp(name) / name, DEFINITIONS[name], bits=None)
-        return load_model(folder)[0]
-
-    return load
 
 
 def chosen(model: Any, trained: int | None = None, **settings: Any) -> KVChoice:
@@ -149,8 +127,8 @@ def test_what_cannot_be_right_is_refused_by_name(model_of: Callable[[str], Any],
 @pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - REFUSED))
 def test_only_unbounded_layers_are_replaced(model_of: Callable[[str], Any], name: str) -> None:
     model = model_of(name)
-    theirs = [type(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)]
-    ours = [type(leaf) for cache in chosen(model, window=WINDOW).caches(model) for leaf in leaves_of(cache)]
+    theirs = [type(leaf) for leaf in leaves_of(make_prompt_cache(model))]
+    ours = [type(leaf) for leaf in leaves_of(chosen(model, window=WINDOW).caches(model))]
     assert ours == [SlidingWindowKVCache if kind is KVCache else kind for kind in theirs]
     assert SlidingWindowKVCache in ours
 
@@ -167,7 +145,7 @@ def test_positions_stay_in_the_trained_context_however_the_text_is_divided(
     for cuts in (range(32, 210, 16), [*range(32, 64), 130, 131, 132, 140], range(20, 210, 19)):
         caches = choice.caches(model)
         found.append(logits(model, caches, cuts, text))
-        ours = [leaf for cache in caches for leaf in leaves_of(cache) if isinstance(leaf, SlidingWindowKVCache)]
+        ours = [leaf for leaf in leaves_of(caches) if isinstance(leaf, SlidingWindowKVCache)]
         assert all(leaf.offset <= trained for leaf in ours)
     assert largest(found[0] - found[1]) < 2 * DEFAULT_ROUNDING
     assert largest(found[0] - found[2]) < 2 * DEFAULT_ROUNDING

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 from xml.parsers.expat import ExpatError
 
+from mlxmoe.memory.cgroup import mount_lines
+
 Kind = Literal["ssd", "rotational", "network", "memory", "virtual", "unknown"]
 
 # File systems of Linux whose files another machine serves, or that are in memory.
@@ -42,12 +44,10 @@ class Mount:
 def find_mount(mountinfo: str, path: str) -> Mount | None:
     """The mount that holds the absolute, real `path`, by /proc/self/mountinfo (proc(5))."""
     found = None
-    for line in mountinfo.splitlines():
-        mount, _, kinds = line.partition(" - ")
-        fields, what = mount.split(" "), kinds.split(" ")
-        if len(fields) < 5 or len(what) < 2:
+    for fields, what in mount_lines(mountinfo):
+        if len(what) < 2:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        point = fields[4]
         holds = path == point or path.startswith(point.rstrip("/") + "/")
         if holds and (found is None or len(point) >= len(found.point)):  # a later mount hides an earlier one
             found = Mount(point, fields[2], what[0], what[1])

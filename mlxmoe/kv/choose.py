@@ -79,8 +79,9 @@ class KVChoice:
 
 def room(caches: Iterable[Any]) -> int | None:
     """Tokens that the next call with `caches` may have; None for any number."""
-    leaves = (leaf for cache in caches for leaf in leaves_of(cache))
-    rooms = [leaf.room for leaf in leaves if isinstance(leaf, SlidingWindowKVCache) and leaf.room is not None]
+    rooms = [
+        leaf.room for leaf in leaves_of(caches) if isinstance(leaf, SlidingWindowKVCache) and leaf.room is not None
+    ]
     return min(rooms, default=None)
 
 

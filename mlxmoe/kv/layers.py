@@ -6,7 +6,7 @@ cache is given as its keys or values is the very same object. Knows mlx-lm's cac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,19 +67,19 @@ def find_kv_layers(model: nn.Module) -> KVLayers:
     listener = _Listener()
     with listener.hearing(model):
         model(mx.zeros((1, 2), dtype=mx.int32), cache=[listener.over(cache) for cache in caches])
-    leaves = [leaf for cache in caches for leaf in leaves_of(cache)]
+    leaves = leaves_of(caches)
     unbounded = [leaf for leaf in leaves if type(leaf) is KVCache]
     return KVLayers(
         layers=tuple(listener.heard.get(id(leaf), KVLayer(None, "a cache is not used")) for leaf in unbounded),
         others=tuple(sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (KVCache, *BOUNDED))})),
-        grouped=any(sum(type(leaf) is KVCache for leaf in leaves_of(cache)) > 1 for cache in caches),
+        grouped=any(sum(type(leaf) is KVCache for leaf in leaves_of([cache])) > 1 for cache in caches),
         elsewhere=listener.unheard(),
     )
 
 
-def leaves_of(cache: Any) -> list[Any]:
-    """The caches within a layer's cache."""
-    return [leaf for part in cache.caches for leaf in leaves_of(part)] if isinstance(cache, CacheList) else [cache]
+def leaves_of(caches: Iterable[Any]) -> list[Any]:
+    """Every single cache of `caches`, also where a layer has several."""
+    return [leaf for one in caches for leaf in (leaves_of(one.caches) if isinstance(one, CacheList) else [one])]
 
 
 class _Listener:

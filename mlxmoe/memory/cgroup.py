@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # A file's text, or None where it cannot be read.
@@ -17,6 +17,7 @@ ReadText = Callable[[str], str | None]
 UNLIMITED_BYTES = 2**60  # v1 writes "no limit" as the largest multiple of a page below 2**63
 
 _NUMBER = re.compile(r"[0-9]+", re.ASCII)
+_OCTAL = re.compile(r"\\([0-7]{3})", re.ASCII)
 _STALL = re.compile(r"^(some|full) avg10=([0-9]{1,3}\.[0-9]+)\b", re.MULTILINE | re.ASCII)
 
 
@@ -140,18 +141,25 @@ def parse_own_groups(text: str) -> dict[int, str]:
     return found
 
 
+def mount_lines(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """/proc/self/mountinfo (proc(5)): of each line the fields before " - ", unescaped, and those behind it."""
+    for line in text.splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        fields = [_OCTAL.sub(lambda octal: chr(int(octal[1], 8)), field) for field in mount.split(" ")]
+        if len(fields) >= 5:
+            yield fields, filesystem.split(" ")
+
+
 def parse_mounts(text: str) -> dict[int, list[tuple[str, str]]]:
     """/proc/self/mountinfo: where the memory controller (v1) and the v2 tree are mounted, by version.
 
     Each as `(root, mount_point)`: the group that shows at the mount point, and the mount point.
     """
     found: dict[int, list[tuple[str, str]]] = {}
-    for line in text.splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        fields, kinds = mount.split(" "), filesystem.split(" ")
-        if len(fields) < 5 or len(kinds) < 3:
+    for fields, kinds in mount_lines(text):
+        if len(kinds) < 3:
             continue
-        root, point = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in fields[3:5])
+        root, point = fields[3:5]
         if kinds[0] == "cgroup" and "memory" in kinds[2].split(","):
             found.setdefault(1, []).append((root, point))
         elif kinds[0] == "cgroup2":

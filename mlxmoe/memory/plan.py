@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -219,6 +220,7 @@ def make_plan(
     floor = sum(layer.floor_bytes for layer in layers)
     least = expert_budget(experts, layers, auto_bytes=floor)
     room = memory_bytes - trunk_bytes
+    prefill = functools.cache(prefill)  # asked for the same chunk and context on several ways
     split = _Split(context or model_context, kv, prefill, pool_bytes)
     whole = total if experts == "auto" else least
     if whole < total or not split.take_chunk(room - total - split.kv_bytes):

@@ -85,9 +85,7 @@ class MemoryReader:
         self._sources = sources or Sources()
         self._working_set_bytes = self._sources.working_set_bytes()  # the same as long as the process lives
         self._clock = clock
-        self._swap_used: deque[tuple[float, int]] = (
-            deque()
-        )  # when, and what; the oldest is what the next is compared to
+        self._swap_used: deque[tuple[float, int]] = deque()  # when it was how much; compared with the oldest
 
     def read(self) -> Reading:
         """Ask now. Never raises: what cannot be told is None or 0."""

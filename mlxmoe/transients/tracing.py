@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
+from mlxmoe.kv.layers import leaves_of
 
 MakeCaches = Callable[[nn.Module], list[Any]]
 
@@ -110,7 +111,7 @@ def trace_chunk(
 
 def has_states(model: nn.Module) -> bool:
     """Whether any cache of `model` holds a state instead of keys and values: those may be computed by a loop."""
-    return any(isinstance(cache, ArraysCache) for cache in _flat(make_prompt_cache(model)))
+    return any(isinstance(cache, ArraysCache) for cache in leaves_of(make_prompt_cache(model)))
 
 
 def state_bytes(
@@ -307,20 +308,16 @@ def _seen_caches(
     return caches
 
 
-def _flat(caches: Sequence[Any]) -> list[Any]:
-    return [one for entry in caches for one in (_flat(entry.caches) if hasattr(entry, "caches") else [entry])]
-
-
 def _arrays(caches: Sequence[Any]) -> list[mx.array]:
     """Every array that the caches hold, in the order in which `_put` takes them."""
     found: list[mx.array] = []
-    for entry in _flat(caches):
+    for entry in leaves_of(caches):
         tree_map(lambda value: found.append(value) if isinstance(value, mx.array) else None, dict(vars(entry)))
     return found
 
 
 def _put(caches: Sequence[Any], arrays: Iterator[mx.array]) -> None:
-    for entry in _flat(caches):
+    for entry in leaves_of(caches):
         held = tree_map(lambda value: next(arrays) if isinstance(value, mx.array) else value, dict(vars(entry)))
         vars(entry).update(held)
 
