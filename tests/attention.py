@@ -57,6 +57,7 @@ class Attention:
             place = token if token < trained else trained - step + (token - trained) % step
             seen = [t for t in range(token + 1) if t < sinks or token - t < window - sinks]
             away = [place - t if t < sinks <= token else token - t for t in seen]
+            assert min(away) >= 0, "no token attends to a later one"
             query = mx.broadcast_to(self.queries[:, :, token : token + 1], (1, HEADS, max(away) + 1, WIDTH))
             turned = self.rope(query, offset=0)[0][:, mx.array(away)]  # [H, seen, D]
             keys, values = (

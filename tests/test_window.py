@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from attention import WIDTH, Attention
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -91,12 +91,13 @@ def test_what_is_stored_does_not_depend_on_the_division(shape: tuple[int, int], 
 
 @pytest.mark.parametrize("rope", ROPES)
 @settings(max_examples=12)
+@example(shape=(38, 37), cuts=[], trained=40)  # nearly all sinks
 @given(shape=windows, cuts=divisions, trained=st.integers(40, 60))
 def test_beyond_the_trained_context_positions_go_back_in_steps(
     rope: str, shape: tuple[int, int], cuts: list[int], trained: int
 ) -> None:
     layer = Attention.of(TOKENS, ROPES[rope])
-    positions = Positions.within(trained, shape[0])
+    positions = Positions.within(trained, *shape)
     cache = moving(ROPES[rope], positions, *shape)
     found = layer.run(cache, cuts)
     # a row may have been turned once for every few tokens, and Su and YaRN make rows larger than 1
@@ -108,7 +109,7 @@ def test_beyond_the_trained_context_positions_go_back_in_steps(
 @given(shape=windows, cuts=divisions)
 def test_a_dynamic_rotation_is_right_where_calls_keep_to_the_room(shape: tuple[int, int], cuts: list[int]) -> None:
     rope = DynamicNTKScalingRoPE(WIDTH, 48, False, 1000.0, 2.0)
-    layer, positions = Attention.of(TOKENS, rope), Positions.within(48, shape[0])
+    layer, positions = Attention.of(TOKENS, rope), Positions.within(48, *shape)
     cache, parts, begin = moving(rope, positions, *shape), [], 0
     for end in [*cuts, TOKENS]:
         while begin < end:
@@ -119,11 +120,13 @@ def test_a_dynamic_rotation_is_right_where_calls_keep_to_the_room(shape: tuple[i
     assert largest(mx.concatenate(parts, axis=1) - expected) < 5 * ROUNDING
 
 
-@given(st.integers(2, 150), st.integers(20, 100))
-def test_no_position_passes_the_trained_context(window: int, trained: int) -> None:
-    positions = Positions.within(trained, window)
-    assert all(positions.back(token) == 0 for token in range(trained))
-    assert all(0 <= token - positions.back(token) < trained for token in range(300))
+@given(st.integers(2, 150), st.integers(0, 150), st.integers(20, 100))
+def test_no_position_passes_the_trained_context(window: int, sinks: int, trained: int) -> None:
+    sinks = min(sinks, window - 1, trained - 1)
+    positions = Positions.within(trained, window, sinks)
+    places = [token - positions.back(token) for token in range(300)]
+    assert places[:trained] == list(range(trained))
+    assert all(sinks <= place < trained for place in places[trained:])
 
 
 def moving(rope: Any, positions: Positions, window: int, sinks: int, bits: int | None = None) -> SlidingWindowKVCache:
@@ -151,7 +154,7 @@ def test_quantised_rows_are_what_quantising_them_gives(
 @settings(max_examples=25)
 @given(shape=windows, cuts=divisions, trained=st.integers(41, 60))
 def test_quantised_rows_that_move_stay_close(shape: tuple[int, int], cuts: list[int], trained: int) -> None:
-    layer, positions = Attention.of(TOKENS, ROPES["plain"]), Positions.within(trained, shape[0])
+    layer, positions = Attention.of(TOKENS, ROPES["plain"]), Positions.within(trained, *shape)
     exact = layer.expected(*shape, trained, positions.step)
     found = layer.run(moving(ROPES["plain"], positions, *shape, 8), cuts)
     assert largest(found - exact) < 0.1  # 8 bits hold rows of about +-3 to 0.01; a wrong position is off by 1
@@ -216,7 +219,7 @@ def test_trimming_and_going_on_is_as_if_the_rest_had_not_been_said(seen: int, fo
 
 
 def test_trimming_across_a_step_of_positions_turns_the_rows_back() -> None:
-    rope, positions = ROPES["plain"], Positions.within(24, 40)  # a window beyond the trained context
+    rope, positions = ROPES["plain"], Positions.within(24, 40, 4)  # a window beyond the trained context
     layer = Attention.of(TOKENS, rope)
     cache = moving(rope, positions, 40, 4)
     layer.call(cache, 0, 30)
@@ -259,7 +262,7 @@ def test_a_stored_state_goes_on_as_the_cache_would_have(bits: int | None, seen: 
     rope = ROPES["yarn"]
     layer = Attention.of(TOKENS, rope)
     cache = (
-        moving(rope, Positions.within(48, 30), 30, 4, bits) if moves else SlidingWindowKVCache(30, 4, kv_bits=bits)
+        moving(rope, Positions.within(48, 30, 4), 30, 4, bits) if moves else SlidingWindowKVCache(30, 4, kv_bits=bits)
     )
     if seen:
         layer.call(cache, 0, seen)

@@ -124,7 +124,7 @@ class Batch:
 def kind(rope: Any, window: int | None, sinks: int, bits: int | None, trained: int | None) -> SlidingWindowKVCache:
     if trained is None or window is None or trained <= sinks:
         return SlidingWindowKVCache(window, sinks, kv_bits=bits)
-    positions = Positions.within(trained, window)
+    positions = Positions.within(trained, window, sinks)
     return SlidingWindowKVCache(window, sinks, kv_bits=bits, positions=positions, rotation=Rotation.of(rope, "keys"))
 
 

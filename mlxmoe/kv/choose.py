@@ -41,7 +41,7 @@ class KVChoice:
         window = self.settings.window
         if window is None or not self.layers.movable or self.trained is None or self.trained <= self.settings.sinks:
             return None
-        return Positions.within(self.trained, window)
+        return Positions.within(self.trained, window, self.settings.sinks)
 
     @property
     def endless(self) -> bool:

@@ -24,14 +24,15 @@ class Positions:
     step: int
 
     @classmethod
-    def within(cls, trained: int, window: int) -> Positions:
-        """For a window of a model trained for `trained` tokens.
+    def within(cls, trained: int, window: int, sinks: int) -> Positions:
+        """For a window of a model trained for `trained` tokens, of which the first `sinks` stay.
 
         A step is what the window leaves of the trained context, so that a row is turned once while it is in a window
         of half the context or less; or an eighth of the context where that is more: then the sinks stand for a while
-        where the oldest tokens of the window are.
+        where the oldest tokens of the window are. No step goes back behind the last sink: a token that attends to
+        one with a later position than its own is nothing that a model was trained on.
         """
-        return cls(trained, max(trained - window, trained // 8, 1))
+        return cls(trained, max(min(max(trained - window, trained // 8), trained - sinks), 1))
 
     def epoch(self, token: int) -> int:
         """How many steps back token number `token` is from where the text has it."""
