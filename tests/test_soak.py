@@ -11,7 +11,7 @@ import pytest
 from tiny import QWEN3_MOE, make_tiny
 
 SOAK = """
-import json, random, sys
+import json, random, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from mlxmoe import PromptError, load
 
@@ -40,14 +40,15 @@ with load(sys.argv[1], experts="50%", context=512) as engine, ThreadPoolExecutor
             case _:
                 seen += sum(1 for _ in engine.stream(prompt, max_tokens=60))
         if seen >= 1000 * (1 + len(footprints)):
+            engine.resize("25%")  # one that changes nothing would not have freed memory returned
             engine.resize("50%")
             footprints.append(engine.memory().reading.footprint_bytes)
 print(json.dumps([seen, footprints]))
+time.sleep(1)  # MLX aborts where the process ends in the same moment as a thread that computed
 """
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "small", {**QWEN3_MOE, "num_hidden_layers": 1})
     done = subprocess.run([sys.executable, "-c", SOAK, str(folder)], capture_output=True, text=True, timeout=500)
@@ -55,5 +56,4 @@ def test_twenty_thousand_tokens_leave_the_process_as_large_as_one_thousand(tmp_p
     seen, footprints = json.loads(done.stdout)
     assert seen >= 20_000
     assert len(footprints) == 20
-    # A reading scatters by some 2 % with what the C library happens to keep; a leak would raise the lowest ones too.
-    assert min(footprints[-4:]) <= 1.02 * min(footprints[:4]), footprints
+    assert abs(footprints[-1] - footprints[0]) <= 0.02 * footprints[0], footprints
