@@ -71,12 +71,12 @@ class Rotation:
             return None
         traditional = bool(getattr(rope, "traditional", False))
         freqs = getattr(rope, "_freqs", None)
-        if isinstance(freqs, mx.array):
-            return cls(part, dims, traditional, freqs)
-        base, scale = getattr(rope, "base", None), getattr(rope, "scale", 1.0)
-        if not isinstance(base, int | float) or not isinstance(scale, int | float):
-            return None
-        freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) / scale
+        if not isinstance(freqs, mx.array):
+            base, scale = getattr(rope, "base", None), getattr(rope, "scale", 1.0)
+            if not isinstance(base, int | float) or not isinstance(scale, int | float):
+                return None
+            freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) / scale
+        mx.eval(freqs)  # MLX cannot evaluate in one thread what another has built, and any thread may stream
         return cls(part, dims, traditional, freqs, not isinstance(rope, DynamicNTKScalingRoPE))
 
     def moved(self, rows: mx.array, by: int) -> mx.array:
