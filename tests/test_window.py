@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -312,3 +313,25 @@ def test_a_batch_of_texts_of_one_length_runs_as_each_by_itself(stock_demo: tuple
 
     both = run(texts)
     assert all(largest(both[i] - run(texts[i : i + 1])[0]) < 1e-3 for i in range(2))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("seen", [10, 50])
+def test_a_cache_of_a_live_state_and_its_giver_go_their_own_ways(bits: int | None, seen: int) -> None:
+    layer, other_text = Attention.of(TOKENS, ROPES["plain"]), Attention.of(TOKENS, ROPES["plain"], seed=1)
+    cache = SlidingWindowKVCache(16, 4, kv_bits=bits)
+    layer.call(cache, 0, seen)
+    expected = layer.run(copy.deepcopy(cache), range(seen, TOKENS))
+    again = SlidingWindowKVCache.from_state(cache.state)
+    other_text.run(again, range(seen, TOKENS))  # one by one: in place
+    assert mx.array_equal(layer.run(cache, range(seen, TOKENS)), expected)
+
+
+def test_what_is_kept_of_a_long_call_is_made_with_what_it_hands_out() -> None:
+    """Otherwise the rows of every layer would wait until the last one has computed."""
+    cache = SlidingWindowKVCache(16, 4)
+    handed = cache.update_and_fetch(*mx.random.normal((2, 1, 2, 40, WIDTH)))
+    mx.eval(handed)
+    with ThreadPoolExecutor(1) as pool:  # where nothing that was built here can be made any more
+        assert pool.submit(cache.keys.tolist).result()
+        assert pool.submit(cache.values.tolist).result()

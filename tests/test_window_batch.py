@@ -252,6 +252,15 @@ def test_a_stored_state_is_the_same_batch() -> None:
     assert again.nbytes == batch.nbytes
 
 
+def test_a_batch_of_a_live_state_and_its_giver_do_not_change_each_other() -> None:
+    batch = SlidingWindowKVCache.merge([filled(5), filled(60)])
+    before = [mx.array(batch.extract(i).keys) for i in range(2)]
+    again = BatchSlidingWindowKVCache.from_state(batch.state)
+    again.update_and_fetch(mx.ones((2, 2, 1, WIDTH)), mx.ones((2, 2, 1, WIDTH)))
+    assert all(mx.array_equal(batch.extract(i).keys, keys) for i, keys in enumerate(before))
+    assert batch.offset.tolist() == [5, 60]
+
+
 def test_trimming_takes_from_all_or_from_none() -> None:
     batch = SlidingWindowKVCache.merge([filled(5), filled(20)])
     assert batch.is_trimmable()
@@ -262,6 +271,7 @@ def test_trimming_takes_from_all_or_from_none() -> None:
     assert not batch.is_trimmable()
     assert batch.trim(1) == 0
     assert batch.offset.tolist() == [0, 15, 60]
+    assert SlidingWindowKVCache.merge([]).trim(3) == 0
 
 
 def test_a_layer_with_a_window_of_its_own_gets_each_text_s_narrower_mask() -> None:
@@ -281,6 +291,9 @@ def test_what_cannot_be_in_one_batch_is_refused() -> None:
     with pytest.raises(WindowError, match="kv_bits=8 and None"):
         batch.extend(SlidingWindowKVCache.merge([SlidingWindowKVCache(WINDOW, SINKS, kv_bits=8)]))
     assert batch.offset.tolist() == [5]
+    near, far_on = (kind(ROPES["plain"], WINDOW, SINKS, None, trained) for trained in (48, 60))
+    with pytest.raises(WindowError, match=r"positions=.*trained=60.* and .*trained=48"):
+        SlidingWindowKVCache.merge([near, far_on])
     two = SlidingWindowKVCache(WINDOW, SINKS)
     two.update_and_fetch(mx.ones((2, 2, 1, WIDTH)), mx.ones((2, 2, 1, WIDTH)))
     with pytest.raises(WindowError, match="2 texts"):

@@ -138,7 +138,7 @@ class BatchSlidingWindowKVCache:
         """Forget the last `n` tokens of each text, or as many as the shortest has; 0 once it is not trimmable."""
         if not self.is_trimmable():
             return 0
-        n = max(0, min(n, *(cache.seen for cache in self._caches)))
+        n = max(0, min([n, *(cache.seen for cache in self._caches)]))
         return min((cache.trim(n) for cache in self._caches), default=0)
 
     @property

@@ -60,7 +60,7 @@ class Rotation:
     part: Literal["keys", "values"]
     dims: int
     traditional: bool
-    freqs: mx.array
+    freqs: mx.array  # evaluated: any thread may ask for rows to be moved
     steady: bool = True
 
     @classmethod

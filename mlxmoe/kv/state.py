@@ -68,7 +68,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     "mlx_lm.models.deepseek_v41.LayerCache": Kind(
         state=("offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"), fixed=("window_size",)
     ),
-    "mlxmoe.kv.window.SlidingWindowKVCache": Kind(fixed=("window", "sinks", "kv_bits"), grows=_without_window),
+    "mlxmoe.kv.window.SlidingWindowKVCache": Kind(
+        state=("content",), fixed=("window", "sinks", "kv_bits", "scheme"), grows=_without_window
+    ),
 })  # fmt: skip
 
 # Several caches in one layer: each is kept by its own kind.
@@ -137,12 +139,17 @@ def put(states: Sequence[CacheState], caches: Sequence[Any]) -> None:
 
     Raises SavedStateError if they do not fit, and leaves the caches as they were.
     """
+    refuse_misfit(states, caches)
+    for state, cache in zip(states, caches, strict=True):
+        _put(state, cache)
+
+
+def refuse_misfit(states: Sequence[CacheState], caches: Sequence[Any]) -> None:
+    """Raise SavedStateError if `states` do not fit `caches`. Looks at no array."""
     if len(states) != len(caches):
         raise SavedStateError(f"The saved state has {len(states)} caches, but the model makes {len(caches)}.")
     for layer, (state, cache) in enumerate(zip(states, caches, strict=True)):
         _refuse_misfit(state, cache, layer)
-    for state, cache in zip(states, caches, strict=True):
-        _put(state, cache)
 
 
 def join(run: Sequence[CacheState], surplus: int = 0) -> CacheState:
@@ -212,10 +219,11 @@ def _refuse_misfit(state: CacheState, cache: Any, layer: int) -> None:
             _refuse_misfit(part, inner, layer)
         return
     here = {key: getattr(cache, key) for key in KINDS[name].fixed}
-    if dict(state.fixed) != here:
+    if differing := [key for key in {**here, **state.fixed} if here.get(key) != state.fixed.get(key)]:
+        saved, ours = (", ".join(f"{key}={of.get(key)}" for key in differing) for of in (state.fixed, here))
         raise SavedStateError(
-            f"Cache {layer} was saved with {_listed(state.fixed)}, but this engine has {_listed(here)}. Load the "
-            f"model with the same options as when it was saved."
+            f"Cache {layer} was saved with {saved}, but this engine has {ours}. Load the model with the same "
+            f"options, and by the same mlxmoe, as when it was saved."
         )
     if len(state.values) != len(KINDS[name].state) or state.span is not None:
         raise SavedStateError(f"Cache {layer} was saved in part only.")
@@ -258,7 +266,3 @@ def _leaves(tree: Any) -> Iterator[mx.array]:
     elif isinstance(tree, list | tuple):
         for item in tree:
             yield from _leaves(item)
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())

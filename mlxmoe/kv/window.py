@@ -5,6 +5,7 @@ Legend: B sequences, H heads, T tokens of a call, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ from mlxmoe.memory.plan import KV_STEP
 
 if TYPE_CHECKING:
     from mlxmoe.kv.batch import BatchSlidingWindowKVCache
+
+# Of how rows are stored: slots, packing, positions. Raise it with whatever changes one of them for the same settings:
+# states that lie in files are put back only where the scheme is the same.
+SCHEME = 1
 
 
 class SlidingWindowKVCache:
@@ -52,7 +57,7 @@ class SlidingWindowKVCache:
         self.sinks = 0 if window is None else sinks
         self.kv_bits = kv_bits
         self.positions = None if window is None else positions
-        self.rotation = rotation
+        self.rotation = None if self.positions is None else rotation
         self.seen = 0  # tokens, all of them
         self._packings: dict[str, Packing] = {}
         self._rows: dict[str, Packed] = {}  # "keys" and "values", once there are some
@@ -151,14 +156,39 @@ class SlidingWindowKVCache:
         self._rows["values"] = [rows] if isinstance(rows, mx.array) else list(rows)
 
     @property
+    def content(self) -> tuple[Any, ...]:
+        """What it has seen, in arrays, numbers and None, and nothing that its maker chose.
+
+        Set, it is what a cache of the same settings and `scheme` has seen. The two share memory until one writes.
+        """
+        widths = [packing.width for packing in self._packings.values()] or None
+        return self._rows.get("keys"), self._rows.get("values"), [self.seen, self._back], widths
+
+    @content.setter
+    def content(self, content: Sequence[Any]) -> None:
+        keys, values, (self.seen, self._back), widths = content
+        # a handle of its own for each array: rows are written in place, and whoever gave them may go on
+        self._rows = {} if keys is None else {"keys": [*map(copy.copy, keys)], "values": [*map(copy.copy, values)]}
+        parts = zip(("keys", "values"), widths or (), strict=False)
+        self._packings = {part: Packing(width, self.kv_bits) for part, width in parts}
+
+    @property
+    def scheme(self) -> list[Any]:
+        """How rows are stored beside the window, the sinks and the bits, as JSON values."""
+        positions, rotation = self.positions, self.rotation
+        return [
+            SCHEME,
+            positions and [positions.trained, positions.step],
+            rotation and [rotation.part, rotation.dims, rotation.traditional, rotation.steady],
+        ]
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """All there is of it, in arrays, numbers and None. `from_state` makes an equal one."""
         rotation, positions = self.rotation, self.positions
         return (
-            self._rows.get("keys"),
-            self._rows.get("values"),
-            [self.seen, self._back, self.window, self.sinks, self.kv_bits],
-            [packing.width for packing in self._packings.values()] or None,
+            self.content,
+            [self.window, self.sinks, self.kv_bits],
             positions and [positions.trained, positions.step],
             rotation
             and [rotation.part == "values", rotation.dims, rotation.traditional, rotation.freqs, rotation.steady],
@@ -166,15 +196,12 @@ class SlidingWindowKVCache:
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        keys, values, numbers, widths, positions, rotation = state
-        self.seen, self._back, self.window, self.sinks, self.kv_bits = numbers
+        content, (self.window, self.sinks, self.kv_bits), positions, rotation = state
         self.positions = None if positions is None else Positions(*positions)
         if rotation is not None:
             rotation = Rotation("values" if rotation[0] else "keys", *rotation[1:])
         self.rotation = rotation
-        self._rows = {} if keys is None else {"keys": list(keys), "values": list(values)}
-        parts = zip(("keys", "values"), widths or (), strict=False)
-        self._packings = {part: Packing(width, self.kv_bits) for part, width in parts}
+        self.content = content
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> SlidingWindowKVCache:
