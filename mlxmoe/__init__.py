@@ -22,6 +22,7 @@ from mlxmoe.errors import (
     RequestError,
     SamplingError,
     SavedStateError,
+    TornStateError,
     UnsupportedModelError,
     WindowError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "SamplingError",
     "SavedStateError",
     "Session",
+    "TornStateError",
     "UnsupportedModelError",
     "WindowError",
     "__version__",

@@ -13,7 +13,8 @@
     │   ├── PromptError               an empty, too long or malformed prompt
     │   ├── SamplingError             a sampling value outside its range
     │   └── WindowError               a window, sinks or kv_bits that make no sense
-    ├── SavedStateError             a saved session cannot be written, or is torn, of another model or version
+    ├── SavedStateError             a saved session cannot be written, or is of another model or version
+    │   └── TornStateError            a file that is no whole saved state
     └── EngineClosedError           the engine was closed
 
 A message says what was asked, what stood in the way with its numbers, and what to do next.
@@ -82,6 +83,10 @@ class WindowError(RequestError):
 
 class SavedStateError(MlxMoeError):
     """A saved session or state cannot be written, or is torn, of another model or of another version."""
+
+
+class TornStateError(SavedStateError):
+    """A file that is no whole saved state: cut, altered, or never one."""
 
 
 class EngineClosedError(MlxMoeError):

@@ -17,7 +17,7 @@ import re
 import shutil
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import psutil
 
-from mlxmoe.errors import SavedStateError
+from mlxmoe.errors import SavedStateError, TornStateError
 from mlxmoe.kv.state import CacheState
 from mlxmoe.memory.sizes import format_bytes
 
@@ -44,7 +44,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheState], *, durable: bool = True) -> None:
     """Write `states`, and `facts` (plain JSON values) of them, to `path`; what was there stays whole until the last.
 
-    `durable`: return only when the drive has it. Raises SavedStateError, and leaves nothing behind.
+    `durable`: return only when the drive has it. Raises SavedStateError, and leaves no part of a file behind.
     """
     arrays = [array for state in states for array in state.arrays()]
     numbers = iter(range(len(arrays)))
@@ -63,22 +63,32 @@ def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheSta
             f"{path} cannot be written: {error.strerror or error}. It needs {format_bytes(needed)}, and "
             f"{format_bytes(free)} are free there. Free some, or choose another place; what was there is as it was."
         ) from error
+    if durable:
+        _keep_name(path)
 
 
-def read_states(path: Path) -> tuple[dict[str, Any], list[CacheState]]:
-    """The facts and the states that `write_states` wrote. Raises SavedStateError for anything but a whole file."""
+def read_states(
+    path: Path, admit: Callable[[dict[str, Any], list[CacheState]], object] = lambda facts, states: None
+) -> tuple[dict[str, Any], list[CacheState]]:
+    """The facts and the states that `write_states` wrote. Raises SavedStateError for anything but a whole file.
+
+    `admit(facts, states)` is called before any memory is taken for the states, which have None in the place of
+    arrays, and may raise. That the file is whole is not known then.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             entries, metadata = _read_header(path, file, size)
             facts = _read_facts(path, metadata)
             digest = _new_digest(metadata["facts"], entries)
+            forms = facts.pop("caches")
+            admit(facts, _states(path, forms, [None] * len(entries)))
             arrays = [_read_array(path, file, entry, digest) for entry in entries]
     except OSError as error:
         raise SavedStateError(f"{path} cannot be read: {error.strerror or error}. Is the path right?") from error
     if digest.hexdigest() != metadata.get("blake2b"):
         raise _torn(path, "its content does not have the digest it was written with")
-    return facts, [_state(form, arrays) for form in facts.pop("caches")]
+    return facts, _states(path, forms, arrays)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def _pieces(array: mx.array) -> Iterator[memoryview]:
 @contextlib.contextmanager
 def _beside(path: Path, durable: bool) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its place once it is whole."""
-    _remove_strays(path)
+    remove_strays(path.parent, re.escape(path.name))
     part = path.parent / f".{path.name}.{os.getpid()}-{threading.get_ident()}.part"
     try:
         with part.open("wb") as file:
@@ -139,12 +149,21 @@ def _beside(path: Path, durable: bool) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    if durable:  # the new name, too
+
+
+def _keep_name(path: Path) -> None:
+    """Return when the drive has the name of a file that took its place."""
+    try:
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             _to_the_drive(folder)
         finally:
             os.close(folder)
+    except OSError as error:
+        raise SavedStateError(
+            f"{path} is written and took its place, but its folder cannot be put on the drive "
+            f"({error.strerror or error}): a power cut now may bring back what was there. Save it again."
+        ) from error
 
 
 def _to_the_drive(descriptor: int) -> None:
@@ -156,10 +175,10 @@ def _to_the_drive(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def _remove_strays(path: Path) -> None:
-    """What a process that was killed while it wrote `path` left beside it."""
-    stray = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-\d+\.part")
-    for found in path.parent.glob(".*.part"):
+def remove_strays(folder: Path, name: str) -> None:
+    """What processes that were killed while they wrote files of a `name`, a regular expression, left in `folder`."""
+    stray = re.compile(rf"\.{name}\.(\d+)-\d+\.part")
+    for found in folder.glob(".*.part"):
         if (match := stray.fullmatch(found.name)) and not psutil.pid_exists(int(match[1])):
             found.unlink(missing_ok=True)
 
@@ -176,7 +195,11 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[list[Any], dict
     try:
         named = json.loads(file.read(length))
         metadata = named.pop("__metadata__")
-        version = metadata["mlxmoe"]
+        if (version := metadata["mlxmoe"]) != FORMAT:
+            raise SavedStateError(
+                f"{path} is in version {version} of the format, and this mlxmoe reads version {FORMAT}. Read it with "
+                f"the mlxmoe that wrote it, or begin anew."
+            )
         entries = [named[str(number)] for number in range(len(named))]
         end = 0
         for entry in entries:
@@ -188,11 +211,6 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[list[Any], dict
             end = after
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(path, f"its header makes no sense ({type(error).__name__}: {error})") from error
-    if version != FORMAT:
-        raise SavedStateError(
-            f"{path} is in version {version} of the format, and this mlxmoe reads version {FORMAT}. Read it with the "
-            f"mlxmoe that wrote it, or begin anew."
-        )
     if 8 + length + end != size:
         raise _torn(path, f"it has {size} bytes, and its header describes {8 + length + end}")
     return entries, metadata
@@ -218,8 +236,8 @@ def _read_array(path: Path, file: BinaryIO, entry: Mapping[str, Any], digest: An
     return array
 
 
-def _torn(path: Path, why: str) -> SavedStateError:
-    return SavedStateError(f"{path} is no whole saved state: {why}. Use a copy of it if there is one, or begin anew.")
+def _torn(path: Path, why: str) -> TornStateError:
+    return TornStateError(f"{path} is no whole saved state: {why}. Use a copy of it if there is one, or begin anew.")
 
 
 # --- the form of a state: its trees with numbers in the place of arrays ---------------------------------------
@@ -235,11 +253,17 @@ def _form(state: CacheState, numbers: Iterator[int]) -> dict[str, Any]:
     }
 
 
-def _state(form: Mapping[str, Any], arrays: Sequence[mx.array]) -> CacheState:
-    """Of a form whose digest was right: it is as it was written."""
+def _states(path: Path, forms: Sequence[Any], arrays: Sequence[Any]) -> list[CacheState]:
+    try:
+        return [_state(form, arrays) for form in forms]
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise _torn(path, f"its forms make no sense ({type(error).__name__}: {error})") from error
+
+
+def _state(form: Mapping[str, Any], arrays: Sequence[Any]) -> CacheState:
     return CacheState(
         kind=form["kind"],
-        fixed=form["fixed"],
+        fixed=dict(form["fixed"]),
         values=[_tree(value, arrays) for value in form["values"]],
         parts=[_state(part, arrays) for part in form["parts"]],
         span=None if form["span"] is None else (form["span"][0], form["span"][1]),
@@ -255,7 +279,7 @@ def _tree_form(tree: Any, numbers: Iterator[int]) -> Any:
     return tree
 
 
-def _tree(form: Any, arrays: Sequence[mx.array]) -> Any:
+def _tree(form: Any, arrays: Sequence[Any]) -> Any:
     match form:
         case {"array": int(number)}:
             return arrays[number]
