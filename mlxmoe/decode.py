@@ -23,7 +23,7 @@ from mlxmoe.errors import EngineClosedError, MemoryPressureError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.kv.choose import KVChoice, room
 from mlxmoe.kv.prefix import Prefixes, PrefixRun
-from mlxmoe.kv.state import CacheState, form, put, take
+from mlxmoe.kv.state import CacheState, form, put, refuse_misfit, take
 from mlxmoe.sampling import Sampled, Sampler
 
 # Decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there.
@@ -102,6 +102,10 @@ class Decoder:
         with self._experts.passes.one():
             return take(cache)
 
+    def refuse_misfit(self, states: Sequence[CacheState]) -> None:
+        """Raise SavedStateError if `states`, which may be without arrays, do not fit this model's caches."""
+        refuse_misfit(states, self.new_cache())
+
     def restored_cache(self, states: Sequence[CacheState]) -> Cache:
         """A cache that has seen what `states` say. Raises SavedStateError if they do not fit this model's caches."""
         cache = self.new_cache()
@@ -118,8 +122,9 @@ class Decoder:
 
     def note_reply(self, run: PrefixRun, tokens: Sequence[int], cache: Cache) -> None:
         """Keep for other prompts that `cache` has seen `tokens` of a reply, where the store keeps such."""
-        with self._pass():
-            run.note_reply(tokens, cache)
+        if run.keeps_replies:
+            with self._pass():
+                run.note(tokens, cache)
 
     def generate(self, prompt: Sequence[int], cache: Cache, sampler: Sampler) -> Iterator[Sampled]:
         """Tokens without end after `prompt`, of which `cache` has seen all but the last. Modifies `cache`.

@@ -5,6 +5,7 @@ Knows nothing of how the prompt was made, or of the model's files.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache, Decoder
-from mlxmoe.errors import MemoryPressureError, SamplingError
+from mlxmoe.errors import MemoryPressureError, MlxMoeError, SamplingError
+from mlxmoe.kv.prefix import PrefixRun
 from mlxmoe.sampling import Sampler, SamplingSettings
 from mlxmoe.stats import hit_rate
 from mlxmoe.text import TextStream, check_stop
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "memory"]
 
@@ -160,8 +164,15 @@ class Replier:
             yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
             if reason is not None:
                 if run is not None:
-                    self.decoder.note_reply(run, [*tokens[-1:], *said[:-1]], cache)
+                    self._keep_for_others(run, [*tokens[-1:], *said[:-1]], cache)
                 return
+
+    def _keep_for_others(self, run: PrefixRun, tokens: Sequence[int], cache: Cache) -> None:
+        """Note a reply in the prefix store. The reply is whole, whatever becomes of that: nothing is raised."""
+        try:
+            self.decoder.note_reply(run, tokens, cache)
+        except MlxMoeError as error:  # the engine was closed when the last chunk was seen, to name one
+            logger.info("A reply is not kept for other prompts: %s", error)
 
     def ends_text(self, token: int) -> bool:
         """Whether `token` is one of the model's end-of-text tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxmoe.beginning import common_length
 from mlxmoe.errors import SamplingError
 
 PROMPT_TAIL_TOKENS = 8  # enough context for the detokeniser to know whether a word or a character goes on
@@ -82,9 +83,3 @@ def _length_of_possible_stop(text: str, stops: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
-
-
-def common_length(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many elements two sequences (of tokens, or of characters) begin with alike."""
-    pairs = zip(left, right, strict=False)
-    return next((length for length, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

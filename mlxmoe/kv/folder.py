@@ -2,6 +2,7 @@
 
 Each state is a file named by its key. Two processes may use one folder: files take their place whole, and one that is
 gone or torn is no more than a state that is not there. Nothing but files of such names is ever read or removed.
+Whatever happens to the folder meanwhile, nothing is raised: what cannot be kept or read now is worth a warning only.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxmoe.errors import SavedStateError
-from mlxmoe.kv.file import read_facts, read_states, write_states
+from mlxmoe.errors import SavedStateError, TornStateError
+from mlxmoe.kv.file import read_facts, read_states, remove_strays, write_states
 from mlxmoe.kv.state import CacheState
 
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 2**14  # about what a file has beside its arrays
-_NAME = re.compile(r"[0-9a-f]{64}\.prefix")
+_NAME = r"[0-9a-f]{64}\.prefix"
 
 
 class StateFolder:
     """The states in folder `path`, which is made if need be. Files that were not used for longest go first.
 
-    Raises SavedStateError if there can be no such folder.
+    Making one removes what killed processes left half written. Raises SavedStateError if there can be no such folder.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -35,15 +36,24 @@ class StateFolder:
         self._limit_bytes = limit_bytes
         try:
             path.mkdir(parents=True, exist_ok=True)
+            remove_strays(path, _NAME)
         except OSError as error:
             raise SavedStateError(
-                f"{path} cannot be made: {error.strerror or error}. Choose another folder."
+                f"{path} cannot be made, or not be used: {error.strerror or error}. Choose another folder."
             ) from error
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """The facts of each state by its key, read from the files' headers alone; what is torn is removed."""
-        found = {}
-        for file in self._files():
+        """The facts of each state by its key, read from the files' headers alone.
+
+        What is torn is removed. What cannot be read now, or is another version's, is left alone, with a warning.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            files = self._files()
+        except OSError as error:
+            logger.warning("No prompt's state on disk is used. %s", error)
+            return found
+        for file in files:
             try:
                 found[file.stem] = read_facts(file)
             except SavedStateError as error:
@@ -51,21 +61,22 @@ class StateFolder:
         return found
 
     def write(self, key: str, facts: Mapping[str, Any], states: Sequence[CacheState]) -> bool:
-        """Keep `states` under `key`; False, with a warning, if they cannot be written or are over the limit."""
+        """Keep `states` under `key`. False if they are over the limit or, with a warning, cannot be written."""
         nbytes = sum(state.nbytes for state in states) + HEADER_BYTES
         if nbytes > self._limit_bytes:
             return False
-        self._make_room(nbytes)
-        try:  # not durable: a file that a power cut tore is noticed by its digest
+        try:
+            self._make_room(nbytes)
+            # not durable: a file that a power cut tore is noticed by its digest
             write_states(self._file(key), {**facts, "key": key}, states, durable=False)
-        except SavedStateError as error:
+            self._make_room(0)
+            return self._file(key).exists()
+        except (SavedStateError, OSError) as error:
             logger.warning("A prompt's state is not kept on disk. %s", error)
             return False
-        self._make_room(0)
-        return self._file(key).exists()
 
     def read(self, key: str) -> list[CacheState] | None:
-        """The states under `key`; None, with a warning, if they are gone or torn."""
+        """The states under `key`; None if they are gone or, with a warning, torn or not to be read now."""
         try:
             facts, states = read_states(self._file(key))
         except SavedStateError as error:
@@ -81,16 +92,14 @@ class StateFolder:
             except OSError:  # gone: whoever wants to read it will notice
                 continue
 
-    def remove(self, key: str) -> None:
-        self._file(key).unlink(missing_ok=True)
-
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.prefix"
 
     def _files(self) -> list[Path]:
-        return [file for file in self.path.iterdir() if _NAME.fullmatch(file.name)]
+        return [file for file in self.path.iterdir() if re.fullmatch(_NAME, file.name)]
 
     def _make_room(self, nbytes: int) -> None:
+        """Have no more than the limit with `nbytes` more. Raises OSError."""
         sizes: dict[Path, os.stat_result] = {}
         for file in self._files():
             try:
@@ -105,6 +114,14 @@ class StateFolder:
             total -= sizes[file].st_size
 
     def _lose(self, file: Path, error: SavedStateError) -> None:
-        if file.exists():
-            logger.warning("A prompt's state on disk is of no use and is removed. %s", error)
+        """Remove `file` if it is torn: what cannot be read now may be whole, and others may read another version."""
+        if isinstance(error.__cause__, FileNotFoundError):
+            return  # another process made room
+        if not isinstance(error, TornStateError):
+            logger.warning("A prompt's state on disk is not used. %s", error)
+            return
+        logger.warning("A prompt's state on disk is of no use and is removed. %s", error)
+        try:
             file.unlink(missing_ok=True)
+        except OSError as why:
+            logger.warning("%s cannot be removed: %s", file, why)

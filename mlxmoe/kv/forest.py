@@ -140,10 +140,10 @@ class Forest:
     def evict(self, limit_bytes: int, keep: Sequence[Node] = ()) -> None:
         """Give up states until those in memory take `limit_bytes` at most, or there is nothing left but `keep`."""
         while self.nbytes > limit_bytes:
-            held = [node for node in self if node.states is not None and node not in keep and _can_go(node)]
+            held = [node for node in self if node.states is not None and node not in keep]
             if not held:
                 return
-            node = min(held, key=lambda node: node.used)
+            node = min(held, key=lambda node: node.used)  # nothing hangs on it: that was used before it, see touch
             self.evictions += 1
             if node.on_disk:
                 self._drop(node)
@@ -188,11 +188,6 @@ class Forest:
                 if added and key == _child_key(parent, added):
                     parent.children.append(Node(key, added, parent, on_disk=True, grows=grows))
             stack += parent.children
-
-
-def _can_go(node: Node) -> bool:
-    """Whether nothing in memory would be lost with it."""
-    return node.on_disk or all(one.states is None for child in node.children for one in child.below)
 
 
 def _child_key(parent: Node, tokens: Sequence[int]) -> str:

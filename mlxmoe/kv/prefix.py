@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxmoe.beginning import common_length
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.kv.folder import StateFolder
 from mlxmoe.kv.forest import Forest, Node
@@ -81,7 +82,7 @@ class PrefixStore:
         folder_bytes = parse_bytes(folder_limit, "folder_limit")
         disk = None if folder is None else StateFolder(Path(folder).expanduser(), folder_bytes)
         self._forest = Forest(self.limit_bytes, disk)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask for stats() within a pass of its thread
         self._prompts = self._hits = self._reused_tokens = 0
 
     def memory_beside(self, memory_bytes: int) -> int:
@@ -167,7 +168,7 @@ class Prefixes:
             node = stack.pop()
             rest = tokens[node.end : last]
             for child in node.children:
-                common = _common_length(child.tokens, rest)
+                common = common_length(child.tokens, rest)
                 end, whole = node.end + common, common == len(child.tokens)
                 if whole:
                     stack.append(child)
@@ -206,17 +207,12 @@ class PrefixRun:
                 kept = store._forest.add(node, since, states)
         self._node, self._since = kept, []
 
-    def note_reply(self, tokens: Sequence[int], cache: Sequence[Any]) -> None:
-        """As `note`, of `tokens` that came one by one: no prefill does that, so an exact store does not keep them."""
-        if tokens and not self._prefixes.store.exact:
-            self.note(tokens, cache)
+    @property
+    def keeps_replies(self) -> bool:
+        """Whether tokens that came one by one may be noted, too: no prefill does that, so an exact store has none."""
+        return not self._prefixes.store.exact
 
     def _is_a_fresh_prefills(self, start: int, end: int) -> bool:
         """Whether a fresh prefill of this prompt would have had a pass from `start` to `end`."""
         chunk_tokens = self._prefixes.chunk_tokens
         return start % chunk_tokens == 0 and end == min(start + chunk_tokens, self._last)
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((length for length, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
