@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -152,7 +153,8 @@ class Engine:
         self._identity: ModelIdentity | None = None
         self._prefixes = prefixes
         self._owns_prefixes = owns_prefixes
-        stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
+        self._sources = loaded.sources
+        self._stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
         spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
         self._let_go = [hold_pool(loaded.plan.pool_bytes, self)]
@@ -165,12 +167,13 @@ class Engine:
             chunk_tokens=chunk_tokens,
             kv_choice=loaded.kv_choice,
             upkeep=self._balance,
-            prefixes=stored,
+            prefixes=self._stored,
         )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
         self._vocab_size = loaded.vocab_size
+        self._kinds_lock = threading.RLock()  # a signal handler may close the engine while it is held
         self._kinds = {self.kv_settings: _Kind(self._prompts, self._replier, loaded.kv)}
 
     @property
@@ -348,5 +351,5 @@ class Engine:
     def _identify(self) -> ModelIdentity:
         """Looked up when it is first asked for: it reads a page of each tensor."""
         if self._identity is None:
-            self._identity = identify(self.path, self._adapter, self._experts.files)
+            self._identity = identify(self.path, self._adapter, {**self._experts.files, **self._sources})
         return self._identity

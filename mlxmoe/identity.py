@@ -48,10 +48,17 @@ class ModelIdentity:
 
     def refuse_other(self, saved: Mapping[str, Any], path: Path) -> None:
         """Raise SavedStateError if the identity that `path` names, `saved`, is not this one; names may differ."""
-        other = ModelIdentity(**saved)
+        try:
+            other = ModelIdentity(**saved)
+            name = str(other)
+        except TypeError:
+            raise SavedStateError(
+                f"{path} names the model it was saved with in a way that is not known here ({saved}). Read it with "
+                f"the mlxmoe that wrote it, or begin anew."
+            ) from None
         if other.digest != self.digest:
             raise SavedStateError(
-                f"{path} was saved with {other}, but the model loaded is {self}. Load the model that it "
+                f"{path} was saved with {name}, but the model loaded is {self}. Load the model that it "
                 f"was saved with."
             )
         if other.mlx_lm != self.mlx_lm:
@@ -61,14 +68,25 @@ class ModelIdentity:
             )
 
 
+def source_states(folder: Path, adapter: Path | None) -> dict[Path, FileState]:
+    """The states of the files beside the weights that make a model's numbers, as far as they are there."""
+    files = [folder / "config.json"]
+    try:
+        if code := json.loads(files[0].read_bytes()).get("model_file"):
+            files.append(folder / code)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass  # whoever loads the model says what is wrong with it
+    if adapter is not None:
+        files += [adapter / "adapter_config.json", adapter / "adapters.safetensors"]
+    return {file: FileState.at(file) for file in files if file.is_file()}
+
+
 def identify(folder: Path, adapter: Path | None, loaded: Mapping[Path, FileState]) -> ModelIdentity:
-    """The identity of the model in `folder`; `loaded`: its weight files' states when it was loaded.
+    """The identity of the model in `folder`. `loaded`: the states of its weight files and `source_states` at load.
 
     Raises CheckpointError if they have changed since, or cannot be read.
     """
     checkpoint = read_checkpoint(folder)
-    if changed := [file for file, state in loaded.items() if checkpoint.files.get(file) != state]:
-        raise CheckpointError(f"{changed[0]} has changed since the model was loaded. Load it again.")
     digest = hashlib.sha256()
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -79,8 +97,12 @@ def identify(folder: Path, adapter: Path | None, loaded: Mapping[Path, FileState
         if adapter is not None:
             digest.update((adapter / "adapter_config.json").read_bytes())
             _sample(read_header(adapter / "adapters.safetensors")[1].values(), digest)
-    except (OSError, ValueError) as error:
+        # last: what is now as it was then was so in between
+        now = {**{file: FileState.at(file) for file in checkpoint.files}, **source_states(folder, adapter)}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"The files of {folder} cannot be read any more: {error}. Load it again.") from error
+    if changed := [file for file in {**loaded, **now} if loaded.get(file) != now.get(file)]:
+        raise CheckpointError(f"{changed[0]} has changed since the model was loaded. Load it again.")
     name, revision = _name(folder)
     return ModelIdentity(name, revision, adapter.name if adapter else None, version("mlx-lm"), digest.hexdigest())
 

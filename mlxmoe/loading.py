@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, br
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.checkpoint import ExpertReader
 from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.safetensors import FileState
 from mlxmoe.hub import Progress
+from mlxmoe.identity import source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, Plan, make_plan
@@ -39,7 +42,8 @@ LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
 class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
-    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes it.
+    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes it. `sources`: the states of
+    the files beside its weights that it was made from.
     """
 
     model: nn.Module
@@ -51,6 +55,7 @@ class LoadedModel:
     kv: KVBytes
     kv_choice: KVChoice
     experts: ExpertCache
+    sources: Mapping[Path, FileState]
 
 
 def load_folder(
@@ -69,6 +74,7 @@ def load_folder(
 
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
+    sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
     bound = None if opened.kv_choice.endless else opened.model_context
     context = _asked_context(path, bound, context)
@@ -112,6 +118,7 @@ def load_folder(
         kv=opened.kv,
         kv_choice=opened.kv_choice,
         experts=cache,
+        sources=sources,
     )
 
 

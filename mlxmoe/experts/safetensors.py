@@ -47,6 +47,12 @@ class FileState:
         stat = os.fstat(descriptor)
         return cls(stat.st_size, stat.st_mtime_ns)
 
+    @classmethod
+    def at(cls, path: Path) -> FileState:
+        """Raises OSError."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
