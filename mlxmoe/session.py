@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlxmoe.balance import Lease
+from mlxmoe.beginning import common_length
 from mlxmoe.decode import Cache
 from mlxmoe.errors import PromptError, RequestError, SavedStateError
 from mlxmoe.identity import ModelIdentity
 from mlxmoe.kv.file import read_states, write_states
+from mlxmoe.kv.state import CacheState
 from mlxmoe.prompts import PromptEncoder
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
-from mlxmoe.text import common_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,16 +94,31 @@ class Session:
         """Be the conversation that `save` wrote to the file `path`: what Engine.restore asks of a new session."""
         path = Path(path).expanduser()
         with self._between_turns():
-            facts, states = read_states(path)
-            if (what := facts.get("what")) != WHAT:
-                raise SavedStateError(f"{path} holds a {what}, not a session. Give a file that Session.save() wrote.")
-            self._identity().refuse_other(facts["model"], path)
-            if states:
-                self._prompts.check(facts["tokens"], reply=0)  # the context may be a smaller one
-                self._lease.begin(len(facts["tokens"]))
-                self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
-                self._room = len(self._cached)
-            self.messages, self._text = facts["messages"], facts["text"]
+            try:
+                facts, states = read_states(path, lambda facts, states: self._admit(path, facts, states))
+                if states:
+                    self._cache, self._cached = self._replier.decoder.restored_cache(states), facts["tokens"]
+                    self._room = len(self._cached)
+                self.messages, self._text = facts["messages"], facts["text"]
+            finally:
+                self._lease.keep(self._room if self._cache is not None else 0)
+
+    def _admit(self, path: Path, facts: dict[str, Any], states: list[CacheState]) -> None:
+        """Raise for a conversation that cannot be had, before memory is taken for it, and hold room for it."""
+        if (what := facts.get("what")) != WHAT:
+            raise SavedStateError(f"{path} holds a {what}, not a session. Give a file that Session.save() wrote.")
+        match facts:
+            case {"model": dict(model), "messages": [*_], "text": [*_], "tokens": [*tokens]}:
+                self._identity().refuse_other(model, path)
+            case _:
+                raise SavedStateError(
+                    f"{path} holds a session in a form that is not known here. Read it with the mlxmoe that wrote "
+                    f"it, or begin anew."
+                )
+        if states:
+            self._replier.decoder.refuse_misfit(states)
+            self._prompts.check(tokens, reply=0)  # the context may be a smaller one
+            self._lease.begin(len(tokens))
 
     @contextmanager
     def _between_turns(self) -> Iterator[None]:

@@ -24,7 +24,17 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 from mlx_lm.utils import load_model
 from tiny import make_tiny
 
-from mlxmoe import CheckpointError, Engine, EngineClosedError, PromptError, RequestError, SavedStateError, load
+from mlxmoe import (
+    CheckpointError,
+    Engine,
+    EngineClosedError,
+    MemoryBudgetError,
+    PromptError,
+    RequestError,
+    SavedStateError,
+    load,
+)
+from mlxmoe.balance import Lease
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.hub import demo_folder
@@ -159,7 +169,7 @@ def test_a_cache_class_that_is_not_known_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("here", "says"),
     [
-        ([RotatingKVCache(32)], "saved with max_size=16, keep=0, but this engine has max_size=32, keep=0"),
+        ([RotatingKVCache(32)], "saved with max_size=16, but this engine has max_size=32"),
         ([KVCache()], "saved as a RotatingKVCache, but this engine has a KVCache"),
         ([RotatingKVCache(16)] * 2, "has 1 caches, but the model makes 2"),
         ([SlidingWindowKVCache(16)], "saved as a RotatingKVCache, but this engine has a SlidingWindowKVCache"),
@@ -251,10 +261,9 @@ def test_a_session_in_a_window_is_restored_with_the_same_window_only(tmp_path: P
         session.save(tmp_path / "saved")
         one, two = (s.generate(" And it", max_tokens=80) for s in (session, other.restore(tmp_path / "saved")))
         assert one == two
-    with load(window=65, kv_bits=8) as engine:
-        says = "saved with window=64, sinks=4, kv_bits=8, but this engine has window=65, sinks=4, kv_bits=8"
-        with pytest.raises(SavedStateError, match=says):
-            engine.restore(tmp_path / "saved")
+    says = r"saved with window=64, .* but this engine has window=65"
+    with load(window=65, kv_bits=8) as engine, pytest.raises(SavedStateError, match=says):
+        engine.restore(tmp_path / "saved")
     with pytest.warns(UserWarning, match="may lose the thread"):
         engine = load(context=2000)
     with engine, pytest.raises(SavedStateError, match="this engine has a KVCache there"):
@@ -307,6 +316,55 @@ def test_a_session_longer_than_the_context_is_refused(demo: Engine, tmp_path: Pa
     session.save(tmp_path / "saved")
     with load(context=20) as engine, pytest.raises(PromptError, match="context is 20 tokens"):
         engine.restore(tmp_path / "saved")
+
+
+def test_a_session_that_cannot_be_had_takes_no_memory(
+    demo: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose, how long, in what cache and whether there is room is seen before an array is read."""
+    path = tmp_path / "saved"
+    session = demo.session()
+    session.generate("In the beginning", max_tokens=30)
+    session.save(path)
+    write_states(tmp_path / "prefix", {"what": "prefix"}, take([KVCache()]))
+    monkeypatch.setattr("mlxmoe.kv.file._read_array", lambda *_: pytest.fail("an array was read"))
+    with pytest.raises(SavedStateError, match="holds a prefix"):
+        demo.restore(tmp_path / "prefix")
+    with pytest.raises(SavedStateError, match="but this engine has a SlidingWindowKVCache"):
+        demo.restore(path, kv_settings=KVSettings(64))
+    with load(context=20) as engine, pytest.raises(PromptError, match="context is 20 tokens"):
+        engine.restore(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxmoe.identity.version", lambda _: "0.99")
+        patch.setattr(demo, "_identity", None)
+        with pytest.raises(SavedStateError, match=r"mlx-lm 0\.99 is installed"):
+            demo.restore(path)
+
+    def refuse(lease: Lease, tokens: int) -> None:
+        assert tokens == len(session._cached)
+        raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(Lease, "begin", refuse)
+    with pytest.raises(MemoryBudgetError):
+        demo.restore(path)
+
+
+def test_a_session_that_turns_out_to_be_torn_holds_no_room(demo: Engine, tmp_path: Path) -> None:
+    session, other = demo.session(), demo.session()
+    session.generate("In the beginning", max_tokens=3)
+    session.save(tmp_path / "saved")
+    raw = bytearray((tmp_path / "saved").read_bytes())
+    raw[-5] ^= 1
+    (tmp_path / "torn").write_bytes(raw)
+    with pytest.raises(SavedStateError, match="digest"):
+        other.become(tmp_path / "torn")
+    assert other._lease.nbytes == 0
+    other.become(tmp_path / "saved")
+    assert other._lease.nbytes > 0
+    with pytest.raises(SavedStateError, match="digest"):
+        other.become(tmp_path / "torn")
+    assert other._lease.nbytes > 0, "of the conversation that it still is"
+    assert other.generate(" And", max_tokens=3) == session.generate(" And", max_tokens=3)
 
 
 def test_a_closed_engine_restores_nothing(demo: Engine, tmp_path: Path) -> None:
@@ -398,8 +456,16 @@ def test_files_of_other_versions_and_other_things_are_refused(
     with load(tiny) as engine:
         with pytest.raises(SavedStateError, match="in version 2 of the format, and this mlxmoe reads version 1"):
             engine.restore(edited(saved, tmp_path / "newer", mlxmoe="2"))
+        facts = json.loads(mx.load(str(saved), return_metadata=True, format="safetensors")[1]["facts"])
+        said = json.dumps({**facts, "messages": [{"role": "user", "content": "another"}]})
         with pytest.raises(SavedStateError, match="digest"):
-            engine.restore(edited(saved, tmp_path / "edited", facts='{"what": "session", "caches": []}'))
+            engine.restore(edited(saved, tmp_path / "edited", facts=said))
+        assert engine.memory().kv_bytes == 0
+        nameless = {key: value for key, value in facts.items() if key != "model"}
+        models = [{**facts["model"], **other} for other in ({"licence": "MIT"}, {"digest": 5})]
+        for other in (nameless, {**facts, "tokens": 5}, *({**facts, "model": model} for model in models)):
+            with pytest.raises(SavedStateError, match="not known here"):
+                engine.restore(edited(saved, tmp_path / "edited", facts=json.dumps(other)))
         with pytest.raises(SavedStateError, match="no whole saved state"):
             engine.restore(tiny / "model.safetensors")
         with pytest.raises(SavedStateError, match="cannot be read: No such file"):
