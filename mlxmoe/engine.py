@@ -303,8 +303,10 @@ class Engine:
 
         Raises RequestError, and then nothing has changed, where it is called within a step (by a signal handler).
         """
-        for kind in self._kinds.values():  # the engine's own first
-            kind.replier.decoder.close()
+        self._experts.passes.refuse_within()  # before the lock: who holds it may wait for this thread's pass
+        with self._kinds_lock:  # and so for one that is being made
+            for kind in self._kinds.values():  # the engine's own first
+                kind.replier.decoder.close()
         self._balance.close()
         for let_go in self._let_go:
             let_go()
@@ -315,32 +317,40 @@ class Engine:
 
     def _kind(self, settings: KVSettings) -> _Kind:
         """What serves sessions with such caches; the engine's own is there from the start."""
-        if settings not in self._kinds:
-            plan, model = self.plan, self.model
-            with self._experts.listening():
-                choice = choose(model, settings, plan.model_context)
-                kv, plain = kv_growth(model, choice.caches), kv_growth(model)
-                layers = len(choice.caches(model))
-            # Their rows are handed out beside those that are stored, one layer after the other.
-            if settings.window is not None:
-                handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
-                kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
-            elif settings.kv_bits is not None:
-                kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
-            context = None if choice.endless else plan.context or plan.model_context
-            decoder = Decoder(
-                model,
-                self._experts,
-                chunk_tokens=self._decoder.chunk_tokens,
-                kv_choice=choice,
-                upkeep=self._balance,
-            )
-            self._kinds[settings] = _Kind(
-                PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
-                Replier(decoder, self.tokenizer, context, self._experts.lookups),
-                kv,
-            )
-        return self._kinds[settings]
+        if settings in self._kinds:
+            return self._kinds[settings]
+        self._experts.passes.refuse_within()  # before the lock: who holds it may wait for this thread's pass
+        with self._kinds_lock:
+            if settings not in self._kinds:
+                self._kinds[settings] = self._new_kind(settings)
+            return self._kinds[settings]
+
+    def _new_kind(self, settings: KVSettings) -> _Kind:
+        plan, model = self.plan, self.model  # raises if the engine is closed
+        with self._experts.listening():
+            choice = choose(model, settings, plan.model_context)
+            kv, plain = kv_growth(model, choice.caches), kv_growth(model)
+            layers = len(choice.caches(model))
+        # Their rows are handed out beside those that are stored, one layer after the other.
+        if settings.window is not None:
+            handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
+            kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
+        elif settings.kv_bits is not None:
+            kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
+        context = None if choice.endless else plan.context or plan.model_context
+        decoder = Decoder(
+            model,
+            self._experts,
+            chunk_tokens=self._decoder.chunk_tokens,
+            kv_choice=choice,
+            upkeep=self._balance,
+            prefixes=self._stored,
+        )
+        return _Kind(
+            PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
+            Replier(decoder, self.tokenizer, context, self._experts.lookups),
+            kv,
+        )
 
     def __enter__(self) -> Engine:
         return self

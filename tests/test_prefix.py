@@ -395,6 +395,35 @@ def test_sessions_share_the_store(demo: Engine) -> None:
         assert more.reused_tokens == tokens + 3, "a session's own cache counts as well"
 
 
+def test_a_session_with_a_window_of_its_own_uses_the_store_too(demo: Engine) -> None:
+    settings = KVSettings(window=16, kv_bits=8)
+    with Engine(load_folder(demo.path, memory_bytes=2**40), prefixes=PrefixStore("1GB"), chunk_tokens=8) as engine:
+        opening = "In the beginning God created the heaven and the earth, and the"
+        tokens = len(engine.tokenizer.encode(opening))
+        assert next(engine.stream(opening)).reused_tokens == 0
+        first, second = (list(engine.session(kv_settings=settings).stream(opening, max_tokens=9)) for _ in range(2))
+        assert (first[0].reused_tokens, second[0].reused_tokens) == (0, tokens - 1), "but not what is whole"
+        assert [(chunk.token, chunk.logprob) for chunk in first] == [(chunk.token, chunk.logprob) for chunk in second]
+        assert next(engine.stream(opening)).reused_tokens == tokens - 1
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_closing_at_the_last_chunk_takes_nothing_from_a_whole_reply(
+    tiny: Path, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="mlxmoe.reply")
+    loaded = load_folder(tiny, memory_bytes=2**40)
+    with Engine(loaded, prefixes=PrefixStore("1GB", exact=exact), chunk_tokens=CHUNK) as engine:
+        session = engine.session()
+        stream = session.stream("In the beginning", max_tokens=4)
+        for chunk in stream:
+            if chunk.finish_reason is not None:
+                engine.close()
+        assert session._cache is not None
+        assert len(session.messages) == 2
+        assert ("not kept for other prompts" in caplog.text) is not exact, "an exact store has nothing to keep of it"
+
+
 def test_threads_share_the_store(engine: Engine, tiny: Path) -> None:
     prompts = [[*LONG[: 20 + 9 * number], number] for number in range(5)] * 4
     with Engine(load_folder(tiny, memory_bytes=2**40), chunk_tokens=CHUNK) as plain:

@@ -1,7 +1,9 @@
-"""Which thread does what: nothing that one has left unevaluated is wanted by another, and engines keep their kinds."""
+"""Which thread does what: nothing that one has left unevaluated is wanted by another, and close() is heard."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from definitions import DEFINITIONS
 from tiny import make_tiny
 
-from mlxmoe import load
+from mlxmoe import Engine, EngineClosedError, RequestError, load
+from mlxmoe.kv.choose import choose
 from mlxmoe.kv.settings import KVSettings
 
 T = TypeVar("T")
@@ -68,3 +71,60 @@ def test_no_rotation_is_left_to_the_thread_that_loaded(tmp_path: Path, scaling: 
     config = {**DEFINITIONS["olmoe"], "max_position_embeddings": 64, "rope_scaling": kinds[scaling]}
     with load(make_tiny(tmp_path / "tiny", config), window=24) as engine:
         assert elsewhere(lambda: engine.generate(PROMPT[:90], max_tokens=5))
+
+
+# --- kinds of session ---------------------------------------------------------------------------------------------
+
+
+def test_threads_that_ask_for_one_kind_of_session_share_it(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def slowly(*arguments: Any) -> Any:
+        made.append(arguments)
+        time.sleep(0.05)
+        return choose(*arguments)
+
+    monkeypatch.setattr("mlxmoe.engine.choose", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        sessions = [pool.submit(demo.session, kv_settings=WINDOWED) for _ in range(4)]
+    repliers = {id(session.result()._replier) for session in sessions}
+    assert (len(made), len(repliers)) == (1, 1)
+    demo.close()
+    for session in sessions:
+        with pytest.raises(EngineClosedError):
+            session.result().generate("In the beginning")
+
+
+def test_a_kind_that_is_being_made_while_the_engine_closes_is_closed_or_refused(
+    demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        time.sleep(0.1)
+        return choose(*arguments)
+
+    monkeypatch.setattr("mlxmoe.engine.choose", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        session = pool.submit(demo.session, kv_settings=WINDOWED)
+        begun.wait()
+        demo.close()
+    with pytest.raises(EngineClosedError):
+        session.result().generate("In the beginning")
+    with pytest.raises(EngineClosedError):
+        demo._kind(KVSettings(window=33))
+
+
+def test_a_signal_handler_within_a_pass_is_refused_while_another_thread_waits_for_that_pass(demo: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with demo._experts.passes.one():
+            session = pool.submit(demo.session, kv_settings=WINDOWED)
+            while demo._kinds_lock.acquire(blocking=False):
+                demo._kinds_lock.release()
+            with pytest.raises(RequestError, match="in the middle of a step"):
+                demo.close()
+            with pytest.raises(RequestError, match="in the middle of a step"):
+                demo.session(kv_settings=KVSettings(kv_bits=4))
+            assert demo.session(kv_settings=demo.kv_settings), "which is there"
+        assert session.result().generate("In the beginning", max_tokens=1)
