@@ -23,7 +23,7 @@ class LRFU:
     The defaults are what the traces in docs/notebook.md chose. `calls`: of the layer so far.
     """
 
-    def __init__(self, half_life: float = 32, first_share: float = 0.25) -> None:
+    def __init__(self, half_life: float = 32, first_share: float = 1 / 12) -> None:
         self.calls = 0
         self._half_life = half_life
         self._first_share = first_share
