@@ -230,21 +230,21 @@ def test_a_failed_fill_leaves_no_lie_behind(layer: Layer) -> None:
 
 def test_ages_say_how_long_each_slot_was_not_used(layer: Layer) -> None:
     bank = layer.bank(4)
-    for experts in ([0, 1], *[[1]] * 8, [2]):
+    for experts in ([0, 1], *[[1]] * 40, [2]):
         use(bank, experts)
     assert list(bank.resident) == [0, 2, 1], "1 is worth most"
-    assert bank.ages == [11, 9, 1, 0], "but 2 was used last"
+    assert bank.ages == [43, 41, 1, 0], "but 2 was used last"
     bank.resize(2)
     assert bank.ages == [1, 0]
 
 
 def test_what_an_expert_is_worth_outlives_its_slot(layer: Layer) -> None:
     bank = layer.bank(2)
-    for experts in ([0], [0], [0], [1], [2], [3]):
+    for experts in (*[[0]] * 60, [1, 2], [0], [2]):
         use(bank, experts)
-    use(bank, [0])
-    use(bank, [4])
-    assert set(bank.resident) == {0, 4}, "3 gives way to 4, though 0 was read again after it"
+    assert set(bank.resident) == {0, 2}, "0 lost its slot to 1 and 2, and 1 gave it back"
+    use(bank, [3])
+    assert set(bank.resident) == {0, 3}, "though 2 was used later than 0"
 
 
 def test_a_resize_keeps_what_each_expert_is_worth(layer: Layer) -> None:
