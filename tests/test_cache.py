@@ -95,8 +95,7 @@ def test_what_was_not_used_for_the_longest_goes_first(tiny: Path) -> None:
             for layer in experts.layers:
                 bank = experts.streams[layer.path].bank
                 wanted = list(bank.resident)[-1:] if layer == cold else list(bank.resident)
-                last_use = {expert: position for position, expert in enumerate(wanted)}
-                bank.admit(bank.waves(last_use)[0], last_use)
+                bank.admit(bank.waves(wanted, len(wanted))[0])
         before = experts.slots
         after = experts.shrunk(3 * cold.expert_bytes)
         assert after == {**before, cold.path: before[cold.path] - 3}

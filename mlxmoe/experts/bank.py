@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor, Piece
-from mlxmoe.experts.policy import LRU, plan_waves
+from mlxmoe.experts.policy import LRFU, plan_waves
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -67,7 +68,7 @@ class ExpertBank:
         self._homes = dict(homes)
         self._tensors = [tensors[name] for name in homes]
         self._reader = reader
-        self._policy = LRU()
+        self._policy = LRFU()
         self._views: list[list[memoryview]] = []
         if slots is not None:
             for home in homes.values():
@@ -95,7 +96,7 @@ class ExpertBank:
 
     @property
     def resident(self) -> dict[int, int]:
-        """Who is where: expert -> slot, the least recently used first."""
+        """Who is where: expert -> slot, the first to give it up first."""
         return {expert: self._slot_of[expert] for expert in self._policy}
 
     @property
@@ -103,25 +104,26 @@ class ExpertBank:
         """For each slot how many calls ago it was last used, the oldest first; an empty one is older than all."""
         now = self._policy.calls
         used = [now - call for call in self._policy.last_calls.values()]
-        return [now + 1] * (self.slots - len(used)) + used
+        return [now + 1] * (self.slots - len(used)) + sorted(used, reverse=True)
 
     def slots_of(self, experts: Sequence[int]) -> list[int]:
         """The slot of each of `experts`, which must all have been admitted by the wave at hand."""
         slot_of = self._slot_of
         return [slot_of[expert] for expert in experts]
 
-    def waves(self, last_use: Mapping[int, int]) -> list[list[int]]:
-        """Cut the wanted experts (expert -> last position that wants it) into waves that fit; counts hits."""
+    def waves(self, experts: Sequence[int], top_k: int) -> list[list[int]]:
+        """Cut the experts that a call wants, `top_k` for each token in turn, into waves that fit; counts hits."""
         if self._changing:
             self._recover()
-        self._policy.calls += 1
+        self._policy.count(experts, top_k)
+        last_use = dict(zip(experts, count()))
         waves = plan_waves(last_use, self._policy, self.slots)
         hits = sum(expert in self._policy for expert in last_use)
         self.counters.hits += hits
         self.counters.misses += len(last_use) - hits
         return waves
 
-    def admit(self, wave: Sequence[int], last_use: Mapping[int, int]) -> None:
+    def admit(self, wave: Sequence[int]) -> None:
         """Have every expert of `wave` in a slot. Overwrites slots: whatever reads them must have been evaluated.
 
         However this ends (a failed read, Ctrl-C), no slot claims bytes that it does not hold.
@@ -137,15 +139,11 @@ class ExpertBank:
             for expert, slot in zip(missing, targets, strict=True):
                 self._slot_of[expert] = slot
             self.counters.bytes_read += len(missing) * self.expert_bytes
-        if len(wave) == len(last_use):
-            self._policy.touch(wave)
-        else:  # of several waves: those already computed give way by their last use, not by their wave
-            present = [expert for expert in self._policy if expert in last_use]
-            self._policy.touch(sorted({*present, *wave}, key=last_use.__getitem__))
+        self._policy.touch(wave)
         self._changing = False
 
     def resize(self, slots: int) -> None:
-        """Have `slots` slots; the least recently used experts lose theirs. Nothing unevaluated may read the arrays.
+        """Have `slots` slots; the experts worth least lose theirs. Nothing unevaluated may read the arrays.
 
         With a slot for each expert, expert n goes to slot n. One array is replaced after the other, so what is needed
         beside the bank is one array. However this ends, no slot claims bytes that it does not hold.
@@ -167,7 +165,7 @@ class ExpertBank:
         self._changing = False
 
     def fill(self) -> None:
-        """Read experts that have no slot into the free ones; they are the least recently used.
+        """Read experts that have no slot into the free ones; they are the oldest.
 
         Raises CheckpointReadError.
         """
@@ -216,7 +214,7 @@ class ExpertBank:
         self._free = list(range(self.slots))
 
     def _hold(self, slots: Mapping[int, int], last_calls: Mapping[int, int]) -> None:
-        """Say who is where and when each was last used, the least recently used first."""
+        """Say who is where and when each was last used."""
         self._forget()
         for expert, slot in slots.items():
             self._slot_of[expert] = slot

@@ -133,7 +133,8 @@ class ExpertCache:
     def shrunk(self, nbytes: int) -> dict[str, int]:
         """Slots of each layer with `nbytes` given back, as far as one token's experts are left.
 
-        Those go first that were not used for the longest; where that says nothing, the layer with the largest share.
+        The layer whose slots were not used for the longest goes first; where that says nothing, the one with the
+        largest share. Which of its experts give up theirs is the layer's own affair.
         Of a resident layer nothing is known: its experts are taken to be as old as the others are on average.
         """
         slots = self.slots

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, cast
 
 import mlx.core as mx
@@ -98,11 +97,10 @@ class ExpertStream:
     def _compute(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
         mx.eval(indices, self.take_pending())
         experts = cast(list[int], indices.flatten().tolist())
-        last_use = dict(zip(experts, count()))
-        waves = self.bank.waves(last_use)
+        waves = self.bank.waves(experts, indices.shape[-1])
         if len(waves) > 1:
-            return self._in_waves(x, indices, experts, waves, last_use, forward)
-        self.bank.admit(waves[0], last_use)
+            return self._in_waves(x, indices, experts, waves, forward)
+        self.bank.admit(waves[0])
         slots = mx.array(self.bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
         return forward(x, slots)
 
@@ -112,7 +110,6 @@ class ExpertStream:
         indices: mx.array,
         experts: Sequence[int],
         waves: Sequence[Sequence[int]],
-        last_use: dict[int, int],
         forward: Forward,
     ) -> mx.array:
         """Compute the (token, expert) pairs wave by wave and put the results back in the router's order."""
@@ -124,7 +121,7 @@ class ExpertStream:
             pairs_of[wave_of[expert]].append(pair)
         parts = []
         for wave, pairs in zip(waves, pairs_of, strict=True):
-            self.bank.admit(wave, last_use)
+            self.bank.admit(wave)
             slots = self.bank.slots_of([experts[pair] for pair in pairs])
             rows = mx.array([pair // top_k for pair in pairs])
             part = forward(tokens[rows], mx.array(slots, dtype=indices.dtype)[:, None])
