@@ -14,6 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
+from mlxmoe.errors import RequestError
+from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.growth import kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
@@ -48,6 +50,7 @@ def load(
     sinks: int = 4,
     kv_bits: int | None = None,
     prefixes: PrefixStore | int | str | None = None,
+    lookahead: LookaheadMode = "auto",
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
@@ -69,6 +72,8 @@ def load(
     - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
+    - `lookahead`: read what the next layer will probably want before it asks: "auto" while that is faster, which is
+      tried out again and again, True always, False never. Changes no word.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
@@ -79,6 +84,8 @@ def load(
     Raises ModelError, DownloadError, MemoryBudgetError or WindowError; see mlxmoe.errors.
     """
     kv_settings = KVSettings(window, sinks, kv_bits)
+    if lookahead not in ("auto", True, False):
+        raise RequestError(f'lookahead={lookahead!r} is not offered: "auto", True or False.')
     reading = MemoryReader().read()
     memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
     if memory is not None and memory_bytes > reading.total_bytes > 0:
@@ -101,6 +108,7 @@ def load(
         adapter=adapter,
         trust_remote_code=trust_remote_code,
         kv_settings=kv_settings,
+        lookahead=lookahead,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:

@@ -20,8 +20,9 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
 from mlxmoe.experts.cache import ExpertCache
-from mlxmoe.experts.checkpoint import ExpertReader
+from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.hub import Progress
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
@@ -64,6 +65,7 @@ def load_folder(
     adapter: Path | None = None,
     trust_remote_code: bool = False,
     kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
+    lookahead: LookaheadMode = "auto",
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
@@ -97,6 +99,7 @@ def load_folder(
     )
     try:
         cache.start_streaming(plan.slots)
+        cache.look_ahead(opened.model, lookahead)
         _read_trunk(opened.model, path, progress)
         tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:

@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model
 
 from mlxmoe.errors import CheckpointError, MlxMoeError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
-from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
+from mlxmoe.experts.switch import Listening, expert_arrays, switch_modules
 from mlxmoe.growth import kv_growth
 from mlxmoe.kv.choose import KVChoice, choose
 from mlxmoe.kv.settings import KVSettings

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.bank import ExpertBank, Home
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import read_header
 
 EXPERTS = 8
@@ -71,11 +72,18 @@ def full_bank(layer: Layer) -> ExpertBank:
 
 
 def use(bank: ExpertBank, sequence: list[int]) -> None:
-    """One call whose tokens want one expert each."""
-    for wave in bank.waves(sequence, top_k=1):
-        bank.admit(wave)
+    """One call whose tokens want one expert each, each wave computed as soon as it is there."""
+    waves = bank.want(sequence, top_k=1)
+    fetched = 0
+    for number, wave in enumerate(waves):
+        while fetched < min(number + 2, len(waves)) and bank.fetch(waves[fetched]):
+            fetched += 1
+        assert fetched > number, "there is always room for the next wave once all before it have computed"
+        bank.arrive(wave)
         assert all(0 <= slot < bank.slots for slot in bank.slots_of(wave))
         check(bank)
+        bank.computed(wave)
+    bank.used()
 
 
 def check(bank: ExpertBank, layer: Layer | None = None) -> None:

@@ -113,29 +113,56 @@ def test_an_endless_stream_neither_overflows_nor_changes_the_order() -> None:
     assert policy.evict(16, keep=()) == sorted(range(16), key=worth.__getitem__)
 
 
-@given(sequence=wanted, resident=st.sets(experts), capacity=st.integers(1, 16))
-def test_waves_hold_each_wanted_expert_once_and_fit(sequence: list[int], resident: set[int], capacity: int) -> None:
-    resident = set(sorted(resident)[:capacity])
-    waves = plan_waves(last_use_of(sequence), resident, capacity)
+present = st.sets(experts)
+coming = st.sets(experts)
+
+
+def waves_of(sequence: list[int], present: set[int], coming: set[int], capacity: int) -> list[list[int]]:
+    present = set(sorted(present)[:capacity])
+    return plan_waves(last_use_of(sequence), present, coming - present, capacity)
+
+
+@given(sequence=wanted, present=present, coming=coming, capacity=st.integers(1, 16))
+def test_waves_hold_each_wanted_expert_once(
+    sequence: list[int], present: set[int], coming: set[int], capacity: int
+) -> None:
+    waves = waves_of(sequence, present, coming, capacity)
     assert sorted(e for wave in waves for e in wave) == sorted(set(sequence))
-    assert all(1 <= len(wave) <= capacity for wave in waves)
+    assert all(waves)
 
 
-@given(sequence=wanted, resident=st.sets(experts), capacity=st.integers(1, 16))
-def test_no_hit_is_evicted_before_it_was_used(sequence: list[int], resident: set[int], capacity: int) -> None:
-    resident = set(sorted(resident)[:capacity])
-    waves = plan_waves(last_use_of(sequence), resident, capacity)
-    assert resident & set(sequence) <= set(waves[0])
+@given(sequence=wanted, present=present, coming=coming, capacity=st.integers(1, 16))
+def test_hits_come_first_and_a_wave_to_be_read_leaves_room_for_the_next(
+    sequence: list[int], present: set[int], coming: set[int], capacity: int
+) -> None:
+    present = set(sorted(present)[:capacity])
+    waves = waves_of(sequence, present, coming, capacity)
+    hits = [set(wave) <= present for wave in waves]
+    assert hits == sorted(hits, reverse=True)
+    assert all(len(wave) <= max(1, capacity // 4) for wave, hit in zip(waves, hits, strict=True) if not hit)
+    if len(waves) > 1 and len(set(sequence)) > capacity > 1:
+        assert len(waves[0]) < capacity, "something can be read while the first one computes"
 
 
 @given(sequence=wanted, capacity=st.integers(1, 16))
-def test_what_fits_goes_in_one_wave(sequence: list[int], capacity: int) -> None:
-    if len(set(sequence)) <= capacity:
-        assert len(plan_waves(last_use_of(sequence), set(), capacity)) == 1
+def test_what_is_all_there_goes_in_one_wave(sequence: list[int], capacity: int) -> None:
+    assert len(plan_waves(last_use_of(sequence), set(sequence), set(), capacity)) == 1
 
 
-@given(sequence=wanted, capacity=st.integers(1, 16))
-def test_later_waves_are_wanted_later(sequence: list[int], capacity: int) -> None:
+@given(sequence=wanted, coming=coming, capacity=st.integers(1, 16))
+def test_who_is_coming_is_first_and_the_others_by_their_last_use(
+    sequence: list[int], coming: set[int], capacity: int
+) -> None:
     last_use = last_use_of(sequence)
-    order = [e for wave in plan_waves(last_use, set(), capacity) for e in wave]
-    assert order == sorted(order, key=last_use.__getitem__)
+    order = [e for wave in plan_waves(last_use, set(), coming, capacity) for e in wave]
+    assert order == sorted(order, key=lambda e: (e not in coming, last_use[e]))
+
+
+def test_who_was_admitted_and_not_used_is_as_old_as_can_be() -> None:
+    policy = LRFU()
+    policy.count([1, 2], top_k=2)
+    policy.touch([1, 2])
+    policy.admit([3])
+    assert policy.last_calls == {3: 0, 1: 1, 2: 1}
+    assert policy.evict(9, keep=[2]) == [3, 1], "fewer than nine are all"
+    assert list(policy) == [2]

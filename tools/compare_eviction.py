@@ -118,12 +118,15 @@ def replay(make: Make, tokens: Tokens, slots: int, prefill: int = 0) -> list[int
         policy.count(experts, len(chunk[0]))
         last_use = dict(zip(experts, count()))
         hits.append(sum(expert in policy for expert in last_use))
-        for wave in plan_waves(last_use, policy, slots):
+        needed = set(last_use)
+        for wave in plan_waves(last_use, policy, (), slots):
             missing = sum(expert not in policy for expert in wave)
             if missing > free:
-                policy.evict(missing - free, set(wave))
+                policy.evict(missing - free, needed)
             free = max(0, free - missing)
             policy.touch(wave)
+            if len(last_use) > slots:
+                needed.difference_update(wave)
     return hits[len(chunks) :]
 
 

@@ -5,6 +5,7 @@ A layer with a slot for each expert is resident: it is mlx-lm's own code, and no
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,18 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxmoe.experts.bank import BankCounters, ExpertBank
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import (
-    ExpertStream,
-    Listening,
-    Passes,
-    compute_from,
-    compute_whole,
-    computes_from_bank,
-    expert_homes,
-    mixed,
-)
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank
+from mlxmoe.experts.lookahead import Lookahead, LookaheadMode, Trial, routing_blocks
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import FileState
+from mlxmoe.experts.switch import Listening, expert_homes, mixed
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
 
@@ -69,6 +64,8 @@ class ExpertCache:
         self._locate = locate
         self._places: Places | None = None
         self._reader = reader
+        self._lookaheads: dict[str, Lookahead] = {}
+        self._trial: Trial | None = None
         self._closed = False
 
     @classmethod
@@ -101,16 +98,32 @@ class ExpertCache:
         with self.passes.one():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
+            start = time.perf_counter()
             try:
                 yield
             finally:
                 mx.eval([stream.take_pending() for stream in self.streams.values()])
+                for stream in self.streams.values():
+                    stream.bank.await_early()
+                if self._trial is not None:
+                    self._trial.note(time.perf_counter() - start)
 
     def start_streaming(self, slots: Mapping[str, int]) -> None:
         """Before any weight was read: give every layer with fewer `slots` than experts a bank, not its arrays."""
         for layer in self.layers:
             if slots[layer.path] < layer.num_experts:
                 self._stream(layer, slots[layer.path])
+        self._link()
+
+    def look_ahead(self, model: nn.Module, mode: LookaheadMode) -> None:
+        """Have each layer's experts guessed and read early: True always, "auto" while it pays, False never."""
+        with self.passes.one():
+            self._trial = Trial() if mode == "auto" else None
+            blocks = routing_blocks(model, list(self._modules)) if mode else {}
+            self._lookaheads = {
+                path: Lookahead(block, self._modules[path], self._trial) for path, block in blocks.items()
+            }
+            self._link()
 
     def resize(self, slots: Mapping[str, int]) -> None:
         """Have `slots` of each layer: those that shrink first. Waits for the pass under way.
@@ -128,6 +141,7 @@ class ExpertCache:
                 count, streams = slots[layer.path], layer.path in self.streams
                 if count != now[layer.path] or (streams and count == layer.num_experts):
                     self._resize(layer, count)
+            self._link()
             release_freed()
 
     def shrunk(self, nbytes: int) -> dict[str, int]:
@@ -184,6 +198,7 @@ class ExpertCache:
         with self.passes.one():
             self._closed = True
             self._modules, self.streams, self._places, self._locate = {}, {}, None, dict
+            self._lookaheads = {}
             self._reader.close()
 
     def _slots_and_bytes(self, layer: MoeLayer) -> tuple[int, int]:
@@ -204,6 +219,18 @@ class ExpertCache:
         for path in [path for path in self.streams if not computes_from_bank(self._modules[path])]:
             del self.streams[path]
             self._modules[path].__dict__.pop("expert_stream", None)  # it holds the bank
+
+    def _link(self) -> None:
+        """Have each layer that streams guess for the next one that does."""
+        ahead: Lookahead | None = None
+        for layer in reversed(self.layers):
+            stream, lookahead = self.streams.get(layer.path), self._lookaheads.get(layer.path)
+            if lookahead is not None and stream is None:
+                lookahead.follow(None)
+            if lookahead is not None and stream is not None:
+                lookahead.follow(stream.bank, stream.take_pending)
+            if stream is not None:
+                stream.ahead, stream.foretold, ahead = ahead, lookahead, lookahead
 
     def _stream(self, layer: MoeLayer, slots: int | None) -> ExpertStream:
         """Let `layer` compute from a bank: an empty one of `slots`, or of the arrays it has."""

@@ -36,6 +36,9 @@ class LRFU:
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._last_call, key=lambda expert: (self._values[expert], expert)))
 
+    def __len__(self) -> int:
+        return len(self._last_call)
+
     def __contains__(self, expert: object) -> bool:
         return expert in self._last_call
 
@@ -55,6 +58,12 @@ class LRFU:
             for expert in experts[start : start + top_k]:
                 self._values[expert] += self._weight
 
+    def admit(self, experts: Iterable[int]) -> None:
+        """Let `experts`, which were in no slot, hold one that they were not used in yet."""
+        for expert in experts:
+            heappush(self._heap, (self._values[expert], expert))
+            self._last_call[expert] = 0
+
     def touch(self, experts: Iterable[int]) -> None:
         """Note that the call at hand uses `experts`; those that were in no slot are from now on."""
         for expert in experts:
@@ -68,12 +77,11 @@ class LRFU:
         self._heap = sorted((self._values[expert], expert) for expert in last_calls)
 
     def evict(self, count: int, keep: Container[int]) -> list[int]:
-        """Remove and return the `count` experts that are worth least among those that are not in `keep`."""
+        """Remove and return the `count` experts that are worth least among those that are not in `keep`, or all."""
         heap, values = self._heap, self._values
         victims: list[int] = []
         kept: list[tuple[float, int]] = []
-        while len(victims) < count:
-            assert heap, "a wave never wants more experts than there are slots"
+        while heap and len(victims) < count:
             value, expert = heap[0]
             if value < values[expert]:  # values only grow, so whoever stands behind is worth at least this
                 heapreplace(heap, (values[expert], expert))
@@ -98,22 +106,30 @@ class LRFU:
         self._heap, self._values, self._weight = heap, defaultdict(float, values), 1.0
 
 
-def plan_waves(last_use: Mapping[int, int], resident: Container[int], capacity: int) -> list[list[int]]:
-    """Cut the experts that a chunk wants into waves that fit the bank, each expert in exactly one.
+def plan_waves(
+    last_use: Mapping[int, int], present: Container[int], coming: Container[int], capacity: int
+) -> list[list[int]]:
+    """Cut the experts that a call wants into waves, each expert in exactly one: one computes while the next is read.
 
-    `last_use[e]`: position of the last token in the chunk that wants expert `e`; `resident`: who holds a slot
-    now; `capacity`: slots. The first wave takes all that are resident, so that no hit is evicted before it was
-    used, and fills up with misses. The other misses come in ascending order of their last use and only half of
-    the slots change hands from wave to wave: when the chunk is done, the bank holds what its end wanted, and beside
-    that who is worth most of all the others. Within a wave experts ascend by last use too.
+    `last_use[e]`: position of the last token in the call that wants expert `e`; `present`: who holds a slot now;
+    `coming`: who is being read already; `capacity`: slots. Those that are present come first, so that they compute
+    while the others are read and none is evicted before it was used; then those that are coming; then the rest, in
+    ascending order of their last use. What the end of a chunk wanted, which is what decode will want first, is read
+    last and stays. No wave but one of present experts has more than a quarter of the slots: one computes, one is
+    read, and half of the slots do not change hands for that.
     """
     assert capacity >= 1, "a bank has at least one slot"
-    hits = sorted((e for e in last_use if e in resident), key=last_use.__getitem__)
-    misses = sorted((e for e in last_use if e not in resident), key=last_use.__getitem__)
-    room = capacity - len(hits)
-    if len(misses) <= room:
-        return [sorted(last_use, key=last_use.__getitem__)]
-    waves = [sorted(hits + misses[:room], key=last_use.__getitem__)]
-    step = max(1, capacity - capacity // 2)
-    waves += [misses[start : start + step] for start in range(room, len(misses), step)]
-    return [wave for wave in waves if wave]
+    size = max(1, capacity // 4)
+    order = sorted(last_use, key=last_use.__getitem__)
+    hits = [expert for expert in order if expert in present]
+    if len(hits) == len(order):
+        return [order]
+    misses = [expert for expert in order if expert in coming]
+    misses += [expert for expert in order if expert not in present and expert not in coming]
+    crowded = len(order) > capacity and len(hits) > capacity - size  # nothing can be read before some have computed
+    waves = _cut(hits, size if crowded else capacity)
+    return waves + _cut(misses, size)
+
+
+def _cut(experts: list[int], size: int) -> list[list[int]]:
+    return [experts[start : start + size] for start in range(0, len(experts), size)]

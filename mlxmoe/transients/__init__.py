@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import brief
-from mlxmoe.experts.layer import LINEAR_TYPES
+from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.transients.evaluation import peak_bytes
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk

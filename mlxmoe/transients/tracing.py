@@ -20,7 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
+from mlxmoe.experts.layer import KEEP_PENDING_BYTES
+from mlxmoe.experts.switch import Listening, mixed
 from mlxmoe.kv.layers import leaves_of
 
 MakeCaches = Callable[[nn.Module], list[Any]]
@@ -219,12 +220,15 @@ class _Tracing:
 
 
 def _pairs_of_waves(pairs: int, experts: int, slots: int) -> list[int]:
-    """How many (token, expert) pairs each wave of a chunk has that wants all experts alike, as `plan_waves` cuts."""
+    """How many (token, expert) pairs are computed at once of a chunk that wants all experts alike.
+
+    That is as many waves as `plan_waves` cuts as fit the bank beside the one that is read.
+    """
     wanted = min(experts, pairs)
     if wanted <= slots:
         return [pairs]
-    step = max(1, slots - slots // 2)
-    waves = [slots] + [min(step, wanted - start) for start in range(slots, wanted, step)]
+    step = max(1, slots - max(1, slots // 4))
+    waves = [min(step, wanted - start) for start in range(0, wanted, step)]
     ends = [pairs * sum(waves[: n + 1]) // wanted for n in range(len(waves))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
