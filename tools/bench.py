@@ -44,7 +44,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "read-rate": bench_cold.read_rate,
 }
 FULL: dict[str, Any] = {"steps": 120, "repeats": 5, "prefill_tokens": (512, 256)}
-QUICK: dict[str, Any] = {"steps": 16, "repeats": 1, "prefill_tokens": (64, 32)}
+QUICK: dict[str, Any] = {"steps": 8, "repeats": 1, "prefill_tokens": (32, 16)}
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 

@@ -7,7 +7,6 @@ Legend: E experts, K experts a token (top_k), T tokens.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from bench_child import run_child
+from bench_child import Child
 from bench_reads import CountedReads, fill_page_cache, plain_read_rate
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP, TokenSequence, make_model, recorded_routing, sequence_for
-from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, sizes_of, switch_modules
+from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, sizes_of, switch_modules, width
 from mlx_lm.generate import stream_generate
 
 from mlxmoe import Engine
@@ -72,6 +71,13 @@ class Bench:
         return int(Subject(self.stock).run([0]).shape[-1])
 
     @cached_property
+    def top_k(self) -> int:
+        """K of the model."""
+        with recorded_routing(self.stock) as routing:
+            Subject(self.stock).run([0])
+        return len(routing[0])
+
+    @cached_property
     def sequence(self) -> TokenSequence:
         """The tokens that decode runs: WARM_UP and then `steps`."""
         self.say("choosing tokens by their experts")
@@ -91,7 +97,7 @@ class Bench:
     def sequence_misses(self, share: float) -> float:
         """Experts that an LRU over a quarter (0.25) or half (0.5) of them misses a token, in all layers together."""
         layers = len(switch_modules(self.stock))
-        return (1 - self.sequence.hit_rates[share == 0.5]) * layers * top_k_of(self)
+        return (1 - self.sequence.hit_rates[share == 0.5]) * layers * self.top_k
 
 
 # --- everything resident ------------------------------------------------------------------------------------
@@ -139,7 +145,8 @@ def load_time(bench: Bench) -> Iterator[Row]:
         bench.say(f"load: {n + 1} of {max(3, bench.repeats)}")
         times = {}
         for kind in ("ours", "stock") if n % 2 == 0 else ("stock", "ours"):
-            times[kind] = run_child(kind=kind, model=str(bench.model), experts="all", tokens=[])["load_s"]
+            with Child(kind=kind, model=str(bench.model), experts="all") as child:
+                times[kind] = child.load_s
         ours.append(times["ours"])
         stock.append(times["stock"])
         ratios.append(times["ours"] / times["stock"])
@@ -192,7 +199,7 @@ def _decode(
     if counted is not None and counted.reads:
         rate = plain_read_rate(counted.reads)
         read = misses * bench.sizes[2] / len(measured) / rate
-        of_limit = statistics.mean(times) / max(statistics.mean(stock_times), read)
+        of_limit = statistics.median(a / max(b, read) for a, b in zip(times, stock_times, strict=True))
         details |= {"read_bytes_per_s": rate, "read_s": read, "hit_rate": hits / max(1, hits + misses)}
     pairs = zip(times, stock_times, strict=True)
     ratios = [stock / ours if speed else ours / stock for ours, stock in pairs]
@@ -228,7 +235,7 @@ def _prefills(
     for caches_only in (False, True):
         how = "as the loops do: caches only" if caches_only else "caches and logits"
         what = f"prefill {'speed' if speed else 'to stock'}, {count} tokens, {how}"
-        runs = 1 if caches_only and not speed else bench.repeats
+        runs = min(3, bench.repeats)  # long ones
         bench.say(f"{case}: {what}")
 
         def ours(_: int) -> mx.array:
@@ -306,14 +313,13 @@ def ttft(bench: Bench) -> Iterator[Row]:
 def hit_path(bench: Bench) -> Iterator[Row]:
     """Host time of a layer whose wanted experts all have slots, above the stock layer and its one sync."""
     runs = max(100, bench.steps * 3)
-    top_k = top_k_of(bench)
+    top_k = bench.top_k
     with open_engine(bench.model, 0.5) as engine:
         bench.say("hit path")
         with Subject.of(engine).layers() as layers:
             stock = list(switch_modules(bench.stock).values())
-            wide = next(iter(switch_modules(bench.stock).values()))
-            x = mx.random.normal((1, 1, width_of(bench)), key=mx.random.key(bench.seed))
-            scores = mx.zeros((1, 1, num_experts(wide)))
+            x = mx.random.normal((1, 1, width(stock[0])), key=mx.random.key(bench.seed))
+            scores = mx.zeros((1, 1, num_experts(stock[0])))
             scores[..., :top_k] = mx.arange(top_k) + 1.0
             mx.eval(x, scores)
             returned: list[list[float]] = [[], []]
@@ -350,17 +356,6 @@ def hit_path(bench: Bench) -> Iterator[Row]:
     what = "a layer's host time above stock and its sync, until it returns"
     yield row_of("hit-path", what, host, "us", target=Target("<=", 60), exact=exact, details=details)
     yield row_of("hit-path", "the same, until its output is evaluated", above, "us", exact=exact, details=details)
-
-
-def width_of(bench: Bench) -> int:
-    """D of the model."""
-    return int(json.loads((bench.model / "config.json").read_text())["hidden_size"])
-
-
-def top_k_of(bench: Bench) -> int:
-    with recorded_routing(bench.stock) as routing:
-        Subject(bench.stock).run([0])
-    return len(routing[0])
 
 
 # --- a recorded trace ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""A process that loads one model and decodes: within a memory limit, or to see how long loading takes.
+"""A process that loads one model and decodes token by token as it is told: within a memory limit, or to time loading.
 
-Run by the cases through `run_child`; everything is imported before it enters its control group and before any clock
-runs, so that the limit and the times are those of the model alone.
+Everything is imported before it enters its control group and before any clock runs, so that the limit and the times
+are those of the model alone. A Child is the other end; two of them take their steps by turns.
 """
 
 from __future__ import annotations
@@ -14,19 +14,61 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1
 
 
-def run_child(**task: Any) -> dict[str, Any]:
-    """Run this file as a process of its own; what it found. Raises RuntimeError where it died."""
-    command = [sys.executable, __file__, json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"A benchmark's process ended with {done.returncode}: {done.stderr.strip()[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Child:
+    """This file as a process that has loaded a model; a context manager. `load_s`: how long `load` took there.
+
+    `task`: `kind` ("ours" or "stock") and `model`; for ours `experts`, `memory`, and `group`, the folder of its
+    control group. Raises RuntimeError where the process dies.
+    """
+
+    def __init__(self, **task: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(task)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.load_s = cast(float, self._answer())
+
+    def step(self, token: int) -> float:
+        """Run one decode step; its seconds."""
+        return cast(float, self._ask(token))
+
+    def warmed_up(self) -> None:
+        """What is counted from here on is reported."""
+        self._ask("warm")
+
+    def report(self) -> dict[str, Any]:
+        """What all steps came to, and what the reads since `warmed_up`."""
+        return cast(dict[str, Any], self._ask("report"))
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, question: int | str) -> Any:
+        assert self._process.stdin is not None, "it was opened with a pipe"
+        try:
+            self._process.stdin.write(f"{json.dumps(question)}\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it died, which the missing answer says
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None, "it was opened with a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"A benchmark's process ended with {self._process.wait()}.")
+        return json.loads(line)
 
 
 @contextmanager
@@ -46,8 +88,7 @@ def memory_group(name: str, limit_bytes: int) -> Iterator[Path]:
                 time.sleep(0.05)
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
-    """`kind`: "ours" or "stock"; `experts`, `tokens`, `warm_up`, `group` (a folder), `memory` (for load)."""
+def main(task: dict[str, Any]) -> None:
     import mlx_lm
     from bench_reads import CountedReads
     from bench_subject import Subject, no_garbage_collection, open_engine
@@ -55,38 +96,44 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     group = None if task.get("group") is None else Path(task["group"])
     if group is not None:
         (group / "cgroup.procs").write_text("0")
-    found: dict[str, Any] = {}
+    counted, digest = CountedReads(), hashlib.sha256()
+    engine = None
     with ExitStack() as stack:
         began = time.perf_counter()
-        counted = CountedReads()
         if task["kind"] == "stock":
             subject = Subject(mlx_lm.load(task["model"])[0])
         else:
             limits = {} if "memory" not in task else {"memory": task["memory"]}
             engine = stack.enter_context(open_engine(Path(task["model"]), task["experts"], counted, **limits))
             subject = Subject.of(engine)
-        found["load_s"] = time.perf_counter() - began
-        tokens, warm_up = task["tokens"], task.get("warm_up", 0)
-        seconds, digest = [], hashlib.sha256()
-        anonymous = _anonymous(group)
-        with no_garbage_collection():
-            for place, token in enumerate(tokens):
-                if place == warm_up:
+        _say(time.perf_counter() - began)
+        stack.enter_context(no_garbage_collection())
+        anonymous, disk = _anonymous(group), 0
+        for line in sys.stdin:
+            match json.loads(line):
+                case "warm":
                     counted.clear()
                     disk = _disk_bytes()
-                began = time.perf_counter()
-                logits = subject.run([token])
-                seconds.append(time.perf_counter() - began)
-                digest.update(memoryview(logits).cast("B"))  # type: ignore[arg-type]
-                if place % 8 == 0:
+                    _say(None)
+                case "report":
+                    found = {"digest": digest.hexdigest(), "anonymous_bytes": anonymous}
+                    found |= {"read_bytes": counted.nbytes, "busy_s": counted.busy_s}
+                    found["disk_bytes"] = _disk_bytes() - disk
+                    if engine is not None:
+                        found["slots"] = sorted({layer.slots for layer in engine.stats().layers})
+                        found["memory_events"] = len(engine.stats().memory_events)
+                    _say(found)
+                case token:
+                    began = time.perf_counter()
+                    logits = subject.run([token])
+                    seconds = time.perf_counter() - began
+                    digest.update(memoryview(cast(Any, logits)).cast("B"))
                     anonymous = max(anonymous, _anonymous(group))
-        found |= {"seconds": seconds[warm_up:], "digest": digest.hexdigest(), "anonymous_bytes": anonymous}
-        if tokens:
-            found |= {"read_bytes": counted.nbytes, "busy_s": counted.busy_s, "disk_bytes": _disk_bytes() - disk}
-        if task["kind"] == "ours":
-            found["slots"] = sorted({layer.slots for layer in engine.stats().layers})
-            found["memory_events"] = len(engine.stats().memory_events)
-    return found
+                    _say(seconds)
+
+
+def _say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 def _anonymous(group: Path | None) -> int:
@@ -107,4 +154,4 @@ def _disk_bytes() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    main(json.loads(sys.argv[1]))

@@ -15,52 +15,71 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-from bench_cases import Bench, SkippedError, top_k_of, width_of
+from bench_cases import Bench, SkippedError
 from bench_reads import CountedReads, DeclaredRate
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP, recorded_routing
-from bench_subject import Subject, equal, in_pairs, no_garbage_collection, num_experts, open_engine, switch_modules
+from bench_subject import (
+    Subject,
+    equal,
+    in_pairs,
+    no_garbage_collection,
+    num_experts,
+    open_engine,
+    switch_modules,
+    width,
+)
 
 from mlxmoe import load
 
 
 def rate(bench: Bench) -> Iterator[Row]:
     """Decode and prefill with reads at the declared rate, and at one as fast as the compute that can hide them."""
-    misses = bench.sequence_misses(0.5)
-    layers, top_k = len(switch_modules(bench.stock)), top_k_of(bench)
-    layer_s = layer_seconds(bench)
-    # So that a layer's missing experts take as long to read as the others to compute, on average.
-    missing = misses / layers * bench.sizes[2]
-    even = missing / (layer_s * (1 - misses / layers / top_k))
+    misses, layers, share = bench.sequence_misses(0.5), len(switch_modules(bench.stock)), layers_share(bench)
+    # So that the missing experts take as long to read as the others to compute, on average.
+    even = misses * bench.sizes[2] / (step_seconds(bench) * share * (1 - misses / layers / bench.top_k))
     for name, bytes_per_s in {"as declared": bench.read_rate, "as slow as compute": even}.items():
-        yield _decode(bench, f"half, reads {name}", 0.5, bytes_per_s, layer_s, target=Target("<=", 1.15))
-    yield _decode(bench, "a quarter, reads as declared", 0.25, bench.read_rate, layer_s)
+        yield _decode(bench, f"half, reads {name}", 0.5, bytes_per_s, share, target=Target("<=", 1.15))
+    yield _decode(bench, "a quarter, reads as declared", 0.25, bench.read_rate, share)
     yield from _prefill(bench)
 
 
-def layer_seconds(bench: Bench) -> float:
-    """Of a stock layer's experts for one token: the median over all layers and some random wanted experts."""
-    x = mx.random.normal((1, 1, width_of(bench)), key=mx.random.key(bench.seed))
-    top_k, seconds = top_k_of(bench), []
+def layers_share(bench: Bench) -> float:
+    """What part of a stock decode step the experts take, measured by turns with whole steps."""
+    bench.say("the experts' part of a step")
     modules = list(switch_modules(bench.stock).values())
-    count = num_experts(modules[0])
+    x = mx.random.normal((1, 1, width(modules[0])), key=mx.random.key(bench.seed))
+    count, subject, shares = num_experts(modules[0]), Subject(bench.stock), []
     with no_garbage_collection():
-        for n in range(max(48, bench.steps)):
-            indices = mx.array([[[(n * top_k + k) % count for k in range(top_k)]]])
+        for n, token in enumerate(bench.sequence.tokens[: max(8, bench.steps // 2)]):
+            indices = mx.array([[[(n + k) * 7 % count for k in range(bench.top_k)]]])
             mx.eval(x, indices)
             began = time.perf_counter()
-            mx.eval(modules[n % len(modules)](x, indices))
-            seconds.append(time.perf_counter() - began)
+            for module in modules:
+                mx.eval(module(x, indices))
+            between = time.perf_counter()
+            subject.run([token])
+            shares.append((between - began) / (time.perf_counter() - between))
+    return min(1.0, statistics.median(shares))
+
+
+def step_seconds(bench: Bench) -> float:
+    """Of a stock decode step."""
+    subject, seconds = Subject(bench.stock), []
+    for token in bench.sequence.tokens[:WARM_UP]:
+        began = time.perf_counter()
+        subject.run([token])
+        seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
 
 def _decode(
-    bench: Bench, what: str, share: float, bytes_per_s: float, layer_s: float, *, target: Target | None = None
+    bench: Bench, what: str, slots: float, bytes_per_s: float, share: float, *, target: Target | None = None
 ) -> Row:
     bench.say(f"rate: decode, {what}, {bytes_per_s / 1e6:.0f} MB/s")
     slow, tokens = DeclaredRate(bytes_per_s), bench.sequence.tokens
-    top_k, expert_bytes = top_k_of(bench), bench.sizes[2]
-    with open_engine(bench.model, share, slow) as engine:
+    top_k, expert_bytes = bench.top_k, bench.sizes[2]
+    with open_engine(bench.model, slots, slow) as engine:
         ours, stock = Subject.of(engine), Subject(bench.stock)
         for token in tokens[:WARM_UP]:
             ours.run([token])
@@ -75,10 +94,10 @@ def _decode(
         times, stock_times, exact = in_pairs(
             lambda n: ours.run([measured[n]]), lambda n: stock.run([measured[n]]), len(measured), noted
         )
-    stock_step = statistics.median(stock_times)
     limits = []
-    for before, after in itertools.pairwise(counts):
-        limit = stock_step - len(before) * layer_s
+    for stock_s, (before, after) in zip(stock_times, itertools.pairwise(counts), strict=True):
+        layer_s = share * stock_s / len(before)
+        limit = (1 - share) * stock_s
         for missing in (b - a for a, b in zip(before, after, strict=True)):
             there = (1 - missing / top_k) * layer_s
             limit += max(there, missing * expert_bytes / bytes_per_s) + missing / top_k * layer_s
@@ -88,9 +107,9 @@ def _decode(
     details: dict[str, Any] = {
         "bytes_per_s": bytes_per_s,
         "ours_s": statistics.median(times),
-        "stock_s": stock_step,
+        "stock_s": statistics.median(stock_times),
         "limit_s": statistics.median(limits),
-        "layer_s": layer_s,
+        "experts_share": share,
         "read_s": misses * expert_bytes / bytes_per_s / len(times),
         "miss_rate": misses / len(times) / len(counts[0]) / top_k,
     }
@@ -147,9 +166,8 @@ def lookahead(bench: Bench) -> Iterator[Row]:
     found = recall(bench)
     details = {"recall": found}
     yield Row("lookahead", "recall of the next layer's router on this layer's input", found, "x", 1, details=details)
-    layer_s, layers = layer_seconds(bench), len(switch_modules(bench.stock))
-    missing = bench.sequence_misses(0.25) / layers * bench.sizes[2]
-    rates = {"dominate": missing / (2 * layer_s), "do not": 50 * missing / layer_s}
+    missing, step_s = bench.sequence_misses(0.25) * bench.sizes[2], step_seconds(bench)
+    rates = {"dominate": missing / (2 * step_s), "do not": 50 * missing / step_s}
     for name, bytes_per_s in rates.items():
         bench.say(f"lookahead: reads {name}")
         slow = [DeclaredRate(bytes_per_s), DeclaredRate(bytes_per_s)]
@@ -185,7 +203,7 @@ def recall(bench: Bench) -> float:
     blocks = [layer.mlp for layer in bench.stock.layers if hasattr(getattr(layer, "mlp", None), "gate")]
     if len(blocks) < 2:
         raise SkippedError("this model's routers are not found at layers[n].mlp.gate")
-    top_k, found = top_k_of(bench), []
+    top_k, found = bench.top_k, []
     classes = [type(block) for block in blocks]
     inputs: list[mx.array] = []
 

@@ -88,6 +88,11 @@ def num_experts(module: nn.Module) -> int:
     return int(_arrays(module)[0].shape[0])
 
 
+def width(module: nn.Module) -> int:
+    """D of a stock module with routed experts."""
+    return int((module.gate_proj if isinstance(module, SwitchGLU) else module.fc1).input_dims)
+
+
 def _arrays(module: nn.Module) -> list[mx.array]:
     return [array for _, array in tree_flatten(module.parameters())]
 
