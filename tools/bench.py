@@ -13,10 +13,12 @@ import argparse
 import json
 import platform
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import bench_cases
 import bench_cold
 import bench_rates
 from bench_cases import Bench, SkippedError
+from bench_child import ChildDiedError
 from bench_report import Row, table
 from bench_sequence import NEIGHBOURS, make_model
 from rich.console import Console
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, case in CASES.items():
             print(f"{name:10} {(case.__doc__ or '').splitlines()[0]}")
         return 0
+    # Also where it runs in the background, which a shell starts with SIGINT ignored; Python leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxmoe-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,22 +66,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = QUICK if options.quick else FULL
         given = {name: getattr(options, name) for name in ("steps", "repeats") if getattr(options, name) is not None}
         bench = Bench(model, folder, read_rate=options.read_rate, trace=options.trace, **(sizes | given))
-        rows, skipped, whole = measure(bench, options.cases or list(CASES))
-    print(table(rows))
-    for name, reason in skipped.items():
+        found = measure(bench, options.cases or list(CASES))
+    print(table(found.rows))
+    if rates := bench.facts.get("lru_hit_rates"):
+        print(f"\nHit rates of an LRU on the tokens decoded: {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}.")
+    for name, reason in found.skipped.items():
         print(f"\n{name}: skipped, as {reason}.")
-    if not whole:
+    for name, reason in found.failed.items():
+        print(f"\n{name}: FAILED. {reason}")
+    if not found.whole:
         print("\nInterrupted: what is missing was not measured.")
-    print(json.dumps(report(bench, rows, skipped, whole, options.quick)))
-    if not whole:
+    print(json.dumps(report(bench, found, options.quick)))
+    if not found.whole:
         return 130
-    return 1 if options.check and any(row.failed for row in rows) else 0
+    missed = options.check and any(row.failed for row in found.rows)
+    return 1 if found.failed or missed else 0
 
 
-def measure(bench: Bench, names: Sequence[str]) -> tuple[list[Row], dict[str, str], bool]:
-    """The rows of the cases `names`, why some were skipped, and whether it came to the end: Ctrl-C keeps the rows."""
-    rows: list[Row] = []
-    skipped: dict[str, str] = {}
+@dataclass
+class Found:
+    """What cases came to: rows, and by a case's name why it was skipped or failed. `whole`: nobody interrupted."""
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    whole: bool = True
+
+
+def measure(bench: Bench, names: Sequence[str]) -> Found:
+    """Run the cases `names`; Ctrl-C ends it and keeps the rows."""
+    found = Found()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(names))
@@ -85,28 +104,31 @@ def measure(bench: Bench, names: Sequence[str]) -> tuple[list[Row], dict[str, st
             for name in names:
                 try:
                     for row in CASES[name](bench):
-                        rows.append(row)
+                        found.rows.append(row)
                         progress.console.print(f"{row.case}: {row.what}: {row.value:.4g} {row.unit}", highlight=False)
                 except SkippedError as reason:
-                    skipped[name] = str(reason)
+                    found.skipped[name] = str(reason)
+                except ChildDiedError as error:
+                    found.failed[name] = str(error)
                 progress.advance(task)
         except KeyboardInterrupt:
-            return rows, skipped, False
-    return rows, skipped, True
+            found.whole = False
+    return found
 
 
-def report(bench: Bench, rows: Sequence[Row], skipped: dict[str, str], whole: bool, quick: bool) -> dict[str, Any]:
+def report(bench: Bench, found: Found, quick: bool) -> dict[str, Any]:
     return {
         "model": bench.model.name,
         "quick": quick,
-        "whole": whole,
+        "whole": found.whole,
         "steps": bench.steps,
         "repeats": bench.repeats,
         "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
         "machine": {"system": platform.system(), "processor": platform.machine()},
         **bench.facts,
-        "rows": [row.as_dict() for row in rows],
-        "skipped": skipped,
+        "rows": [row.as_dict() for row in found.rows],
+        "skipped": found.skipped,
+        "failed": found.failed,
     }
 
 

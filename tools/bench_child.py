@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -19,11 +20,15 @@ from typing import Any, cast
 GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1
 
 
+class ChildDiedError(Exception):
+    """A process that was measured ended before it should: killed for its memory, or by an error it printed."""
+
+
 class Child:
     """This file as a process that has loaded a model; a context manager. `load_s`: how long `load` took there.
 
     `task`: `kind` ("ours" or "stock") and `model`; for ours `experts`, `memory`, and `group`, the folder of its
-    control group. Raises RuntimeError where the process dies.
+    control group. Raises ChildDiedError where the process dies.
     """
 
     def __init__(self, **task: Any) -> None:
@@ -32,6 +37,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is ours to hear; it ends when its input does
         )
         self.load_s = cast(float, self._answer())
 
@@ -67,7 +73,7 @@ class Child:
         assert self._process.stdout is not None, "it was opened with a pipe"
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"A benchmark's process ended with {self._process.wait()}.")
+            raise ChildDiedError(f"A process that was measured ended with {self._process.wait()}.")
         return json.loads(line)
 
 
@@ -96,6 +102,7 @@ def main(task: dict[str, Any]) -> None:
     group = None if task.get("group") is None else Path(task["group"])
     if group is not None:
         (group / "cgroup.procs").write_text("0")
+    logging.getLogger("mlxmoe").setLevel(logging.ERROR)  # that MEMORY is more than there is
     counted, digest = CountedReads(), hashlib.sha256()
     engine = None
     with ExitStack() as stack:

@@ -21,8 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-import mlxmoe.loading
 from mlxmoe import Engine, load
+from mlxmoe.experts.checkpoint import ExpertReader
 
 CONTEXT = 2048  # tokens; what the cases use is less
 
@@ -31,8 +31,7 @@ def open_engine(folder: Path, experts: float | str, preadv: Preadv | None = None
     """`mlxmoe.load`; `preadv` stands in for the system call with which experts are read."""
     if preadv is None:
         return load(folder, experts=experts, context=CONTEXT, **options)
-    reader = partial(mlxmoe.loading.ExpertReader, preadv=preadv)
-    with patch.object(mlxmoe.loading, "ExpertReader", reader):
+    with patch("mlxmoe.loading.ExpertReader", partial(ExpertReader, preadv=preadv)):
         return load(folder, experts=experts, context=CONTEXT, **options)
 
 
@@ -58,7 +57,7 @@ class Subject:
         `caches_only`: evaluate what a prefill loop does. Its logits stay unevaluated.
         """
         with self._one_pass():
-            logits = self.model(mx.array([tokens]), cache=self.cache)[0]
+            logits: mx.array = self.model(mx.array([tokens]), cache=self.cache)[0]
             mx.eval([] if caches_only else logits, [entry.state for entry in self.cache])
         return logits
 
