@@ -4,7 +4,7 @@ Prints a table of medians with quartiles, targets and limits, and one line of JS
 measured is checked to be bit-identical to mlx-lm in the same run. The limit of a decode step or a prefill chunk is
 the longer of its compute (mlx-lm's time with everything resident) and of reading the experts that are missing.
 
-Owns the command; the cases are in bench_cases.py, bench_rates.py and bench_cold.py.
+Owns the command; the cases are in bench_cases.py, bench_layers.py, bench_rates.py and bench_cold.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import bench_cases
 import bench_cold
+import bench_layers
 import bench_rates
 from bench_cases import Bench, SkippedError
 from bench_child import ChildDiedError
@@ -40,8 +41,8 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "cold": bench_cold.cold,
     "prefill": bench_cases.prefill,
     "ttft": bench_cases.ttft,
-    "hit-path": bench_cases.hit_path,
-    "trace": bench_cases.trace,
+    "hit-path": bench_layers.hit_path,
+    "trace": bench_layers.trace,
     "rate": bench_rates.rate,
     "lookahead": bench_rates.lookahead,
     "read-rate": bench_cold.read_rate,

@@ -37,7 +37,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours to hear; it ends when its input does
+            process_group=0,  # Ctrl-C is ours to hear; it ends when its input does
         )
         self.load_s = cast(float, self._answer())
 
