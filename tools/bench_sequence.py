@@ -31,7 +31,8 @@ WARM_UP = 32  # tokens after which the slots hold what they would in a long text
 NEIGHBOURS = 0.9  # of the model that the next two are for
 STRIDE, BACK = 4.0, 0.5  # before any steering: token ids of a step, share of steps back
 REACH = range(3, 6)  # how many tokens a step back goes
-STEERING = 2  # counted up whenever a sequence would come out differently
+TOLERANCE, ATTEMPTS = 0.02, 4  # of the hit rates; seeds that are tried for it
+STEERING = 3  # counted up whenever a sequence would come out differently
 GAIN = 4.0  # of the steering
 
 
@@ -88,8 +89,17 @@ def sequence_for(stock: nn.Module, model: Path, vocab: int, count: int, seed: in
         found = json.loads(file.read_text())
         return TokenSequence(found["tokens"], tuple(found["hit_rates"]))
     made = _steer(stock, vocab, count, random.Random(seed))
+    for further in range(1, ATTEMPTS):
+        if _off(made) <= 0.9 * TOLERANCE:
+            break
+        made = min(made, _steer(stock, vocab, count, random.Random(seed + further)), key=_off)
     file.write_text(json.dumps(asdict(made)))
     return made
+
+
+def _off(made: TokenSequence) -> float:
+    """By how much the hit rate that is further off misses what was aimed at."""
+    return max(abs(rate - aim) for rate, aim in zip(made.hit_rates, HIT_RATES, strict=True))
 
 
 def _steer(stock: nn.Module, vocab: int, count: int, rng: random.Random) -> TokenSequence:
