@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
+from mlxmoe.errors import RequestError
+from mlxmoe.experts.recording import MAX_TOKENS, Recording
 from mlxmoe.growth import kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
@@ -266,6 +269,23 @@ class Engine:
         """
         _ = self._decoder.model  # raises if the engine is closed
         self._balance.resize(experts)
+
+    @contextmanager
+    def record(self, *, max_tokens: int = MAX_TOKENS) -> Iterator[Recording]:
+        """Record which experts are asked for: `with llm.record() as recording: ...`, then `recording.trace`.
+
+        Every pass of the engine within the context is recorded, whoever asks for it: streams, sessions and calls of
+        `model`, in the order of the passes. No token changes. Tokens that a prefix store or a session had are not
+        computed again, and so not recorded. The first `max_tokens` are kept; each takes two bytes for each of its
+        experts in each layer. Raises RequestError for a model without routed experts.
+        """
+        _ = self._decoder.model  # raises if the engine is closed
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise RequestError(f"max_tokens={max_tokens!r} is no number of tokens to record: 1 or more.")
+        if not self._experts.layers:
+            raise RequestError(f"{self.path.name} has no routed experts: there is no routing to record.")
+        with self._experts.recording(max_tokens) as recording:
+            yield recording
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""

@@ -5,9 +5,10 @@ A layer with a slot for each expert is resident: it is mlx-lm's own code, and no
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -27,6 +28,7 @@ from mlxmoe.experts.layer import (
     expert_homes,
     mixed,
 )
+from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
@@ -69,6 +71,8 @@ class ExpertCache:
         self._locate = locate
         self._places: Places | None = None
         self._reader = reader
+        self._recordings: tuple[Recording, ...] = ()
+        self._recordings_lock = threading.Lock()
         self._closed = False
 
     @classmethod
@@ -98,7 +102,8 @@ class ExpertCache:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
-        with self.passes.one():
+        recordings = self._recordings
+        with self.passes.one(), noting(self._modules, recordings) if recordings else nullcontext():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
             try:
@@ -171,6 +176,19 @@ class ExpertCache:
         """The turn for passes that are never evaluated, in which the layers with experts compute nothing."""
         with self.passes.one(), Listening(self._modules):
             yield
+
+    @contextmanager
+    def recording(self, max_tokens: int) -> Iterator[Recording]:
+        """Within this context every pass, whoever makes it, is recorded; from the next one on."""
+        recording = Recording(self.layers, max_tokens)
+        with self._recordings_lock:
+            self._recordings += (recording,)
+        try:
+            yield recording
+        finally:
+            recording.end()
+            with self._recordings_lock:
+                self._recordings = tuple(other for other in self._recordings if other is not recording)
 
     def guard_calls(self, model: nn.Module) -> None:
         """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
