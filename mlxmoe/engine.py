@@ -16,7 +16,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
 from mlxmoe.errors import RequestError
+from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.recording import MAX_TOKENS, Recording
+from mlxmoe.experts.trace import Trace
 from mlxmoe.growth import kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
@@ -54,6 +56,7 @@ def load(
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
+    warm: bool = True,
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -76,6 +79,8 @@ def load(
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
     - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.limits for both sides of that.
+    - `warm`: fill the slots before returning, at the rate the drive reads: with the experts that `mlxmoe profile`
+      found to be used most, or with the first ones. False returns earlier, and reads experts when they are asked for.
     - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
       `trust_remote_code`: run model code that comes with the weights.
 
@@ -104,6 +109,7 @@ def load(
         adapter=adapter,
         trust_remote_code=trust_remote_code,
         kv_settings=kv_settings,
+        warm=warm,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
@@ -286,6 +292,24 @@ class Engine:
             raise RequestError(f"{self.path.name} has no routed experts: there is no routing to record.")
         with self._experts.recording(max_tokens) as recording:
             yield recording
+
+    def keep_profile(self, trace: Trace) -> Path:
+        """Keep how often `trace` asked for each expert, for later loads of this model to fill their slots by.
+
+        Returns the file, in the user's cache folder; one that was there before is replaced. Only this, and
+        `mlxmoe profile`, which calls it, ever writes one. Raises RequestError for the trace of another model or of no
+        token, SavedStateError if it cannot be written, CheckpointError if the model's files have changed.
+        """
+        layers, identity = self._experts.layers, self._identify()
+        try:
+            if not trace.tokens:
+                raise ValueError("the trace holds no token")
+            profile = RoutingProfile.of(trace, layers, model=str(identity), digest=identity.digest)
+        except ValueError as error:
+            raise RequestError(
+                f"This is no profile of {self.path.name}: {error}. Record one with record()."
+            ) from error
+        return ProfileFolder().keep(profile, layers)
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""

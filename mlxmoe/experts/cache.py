@@ -28,6 +28,7 @@ from mlxmoe.experts.layer import (
     expert_homes,
     mixed,
 )
+from mlxmoe.experts.profile import RoutingProfile
 from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.memory.plan import MoeLayer
@@ -116,6 +117,28 @@ class ExpertCache:
         for layer in self.layers:
             if slots[layer.path] < layer.num_experts:
                 self._stream(layer, slots[layer.path])
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """What `fill` would read."""
+        banks = [stream.bank for stream in self.streams.values()]
+        return sum((bank.slots - len(bank.resident)) * bank.expert_bytes for bank in banks)
+
+    def fill(self, profile: RoutingProfile | None, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Read experts into every free slot: the most used by `profile`, else the first; a layer at a time.
+
+        Nobody asked for them: the counters stay as they are. `on_read`: told the bytes read so far. Raises
+        CheckpointReadError; however it ends, no slot claims bytes that it does not hold.
+        """
+        done = 0
+        with self.passes.one():
+            for path, stream in self.streams.items():
+                counters = self.counters[path]
+                before = counters.bytes_read
+                stream.bank.fill(None if profile is None else profile.order(path))
+                done += counters.bytes_read - before
+                counters.bytes_read = before
+                on_read(done)
 
     def resize(self, slots: Mapping[str, int]) -> None:
         """Have `slots` of each layer: those that shrink first. Waits for the pass under way.

@@ -1,10 +1,10 @@
-"""What a trace says of a model's routing: hits at every cache size, load balance, reuse. NumPy only, no MLX, no files.
+"""What a trace says of a model's routing: hits at every cache size, load balance, reuse. Knows NumPy only.
 
-The hit rates are those of an LRU cache for each layer, at every capacity from one pass over the trace: an expert asked
-for is a hit in each cache that is larger than its stack distance, the number of other experts of its layer that were
-asked for since it was last (R. L. Mattson, J. Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). The cache is cold before the first token, and each token is a call of
-its own, as in decode: a prefill chunk, which reads each expert once, does better.
+The hit rates are those of an LRU cache for each layer, at every capacity from one pass over the trace: an expert
+asked for is a hit in each cache that is larger than its stack distance, the number of other experts of its layer that
+were asked for since it last was (R. L. Mattson, J. Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for
+storage hierarchies", IBM Systems Journal 9(2), 1970). The cache is cold before the first token, and each token is a
+call of its own, as in decode: a prefill chunk, which reads each expert once, does better.
 
 Legend: T tokens, L layers, K experts a token, E experts.
 """
@@ -28,7 +28,7 @@ class LayerRouting:
     """One layer's routing. `layer`: the model's number of it, or the trace's column where that is not known.
 
     `shares[e]`: of the uses that went to expert `e`. `share_std`: their standard deviation; 0 is perfect balance.
-    `dead_experts`: never asked for. `longest_burst`: most tokens in a row that all asked for one expert, `burst_expert`.
+    `dead_experts`: never asked for. `longest_burst`: most tokens in a row that asked for one expert, `burst_expert`.
     `reuse_tokens`: median number of tokens since the expert asked for was last asked for, None where none came again.
     `reused_next`, `reused_within_8`: share of uses of an expert that the token before, or one of the 8 before, used.
     `hit_rates[n]`: share of uses that hit with `n` slots, from 0 to all experts. `lookahead_recall`: share of the
@@ -122,7 +122,7 @@ def stack_distances(experts: Ints, num_experts: int) -> Ints:
 
     `num_experts` where the expert was never used before (a miss at every capacity), and where there is none.
     """
-    tokens, columns, top_k = experts.shape
+    tokens, columns, _ = experts.shape
     cold = num_experts
     # depth[l, e]: experts of layer l used more recently than e. The last column stands for NO_EXPERT.
     depth = np.full((columns, num_experts + 1), cold)
@@ -142,7 +142,7 @@ def stack_distances(experts: Ints, num_experts: int) -> Ints:
 
 
 def reuse_gaps(experts: Ints, num_experts: int) -> Ints:
-    """For each use of `experts [T, L, K]` how many tokens ago its expert was used last; 0 where never, or no expert."""
+    """For each use of `experts [T, L, K]` how many tokens ago its expert was last used; 0 where it was not."""
     tokens, columns, _ = experts.shape
     last = np.full((columns, num_experts + 1), -1)
     layer = np.arange(columns)[:, None]
