@@ -167,7 +167,7 @@ class ExpertBank:
         self._changing = False
 
     def fill(self, order: Sequence[int] | None = None) -> None:
-        """Read experts that have no slot into the free ones: as many of `order`, by default all, as there is room for.
+        """Read experts that have no slot into free ones, as many of `order` (by default all) as there is room for.
 
         They are the least recently used, the last of them most so. Raises CheckpointReadError.
         """

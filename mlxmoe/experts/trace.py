@@ -123,15 +123,7 @@ class Trace:
             )
         except OSError as error:
             raise SavedStateError(f"{path} cannot be read: {error.strerror or error}. Is the path right?") from error
-        except (
-            ValueError,
-            TypeError,
-            EOFError,
-            KeyError,
-            MemoryError,
-            zipfile.BadZipFile,
-            NotImplementedError,
-        ) as error:
+        except _NOT_WHOLE as error:
             raise SavedStateError(
                 f"{path} is no whole trace: {error}. Use a copy of it, or record it again: mlxmoe profile --trace."
             ) from error
