@@ -42,6 +42,12 @@ def test_a_text_is_read_through_and_kept(tiny: Path, tmp_path: Path, kept: Path)
     assert json.loads(again.stdout) == stats
 
 
+def test_a_text_that_is_cut_within_a_character_or_marked_is_read(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + "ñ".encode() * 1000)  # 32 bytes for a token: an odd cut
+    done = profile(tiny, "--text", tmp_path / "text", "--tokens", "3", "--no-save", "--json")
+    assert json.loads(done.stdout)["tokens"] == 3
+
+
 def test_without_a_text_the_model_replies_to_prompts(tiny: Path, kept: Path) -> None:
     done = profile(tiny, "--tokens", "40", "--no-save", "-q")
     assert done.exit_code == 0, done.output
@@ -65,7 +71,7 @@ def test_the_picture_needs_its_extra(tmp_path: Path) -> None:
         assert (done.exit_code, "mlxmoe[plot]" in done.stderr) == (2, True)
     else:
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-        done = profile(trace, "--plot", tmp_path / "no" / "folder.png")
+        done = profile(trace, "--plot", tmp_path)
         assert (done.exit_code, "cannot be written" in done.stderr) == (1, True)
 
 
@@ -75,6 +81,7 @@ def test_the_picture_needs_its_extra(tmp_path: Path) -> None:
         (b"", "holds no text"),
         (b" \n\n ", "holds no text"),
         (b"abc\xff\xfe", "is not UTF-8 text: byte 3 of it (0xff)"),
+        (b"x" * 15_000 + b"\xff", "byte 15000 of it"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -99,7 +106,7 @@ def test_a_torn_trace_a_dense_model_and_an_empty_trace_are_refused(tmp_path: Pat
     dense = {key: value for key, value in QWEN3_MOE.items() if "expert" not in key} | {"model_type": "qwen3"}
     done = profile(make_tiny(tmp_path / "dense", dense), "-q")
     assert (done.exit_code, "no routed experts" in done.stderr) == (2, True)
-    for option in ("--tokens=0", "--experts=1%"):
+    for option in ("--tokens=0", "--experts=1%", "--trace=/no/where.npz"):
         done = profile("--no-save", option)
         assert done.exit_code in (2, 5)
         assert "Traceback" not in done.stderr

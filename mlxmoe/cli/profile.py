@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ PROMPTS = (
     "List the planets of the solar system and one fact about each.",
 )
 REPLY_TOKENS = 64  # at most, for each prompt
-CHARACTERS_PER_TOKEN = 32  # more of a text than this need not be read for a token
+BYTES_PER_TOKEN = 32  # more of a text need not be read for a token
 GRID_COLUMNS = 8
 
 
@@ -72,6 +73,11 @@ def profile(
     """Record which experts a model asks for: hit rate at every cache size, use of each expert, balance, reuse."""
     if plot is not None:
         refuse_without_matplotlib()
+    for option, path in (("--trace", trace), ("--plot", plot)):
+        if path is not None and not path.expanduser().parent.is_dir():
+            raise RequestError(
+                f"{option} {path}: there is no folder {path.parent}. Make it, or choose another place."
+            )
     said = None if text is None else _read_text(text, tokens)
     expert_bytes: int | None = None
     if model is not None and model.endswith(".npz"):
@@ -110,9 +116,12 @@ def profile(
 
 def _read_text(path: Path, tokens: int) -> str:
     """As much of the file as `tokens` can be."""
+    most = tokens * BYTES_PER_TOKEN
     try:
-        with path.expanduser().open(encoding="utf-8") as file:
-            text = file.read(tokens * CHARACTERS_PER_TOKEN)
+        with path.expanduser().open("rb") as file:
+            content = file.read(most)
+        # Of a file that goes on, the last character may be cut.
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content, final=len(content) < most)
     except UnicodeDecodeError as error:
         raise PromptError(
             f"{path} is not UTF-8 text: byte {error.start} of it ({error.object[error.start]:#04x}) cannot begin or "
@@ -177,8 +186,12 @@ def _progress(tokens: int) -> Iterator[Callable[[int], None]]:
 def _show(stats: RoutingStats, expert_bytes: int | None) -> None:
     out = Console(highlight=False)
     most = len(stats.hit_rates) - 1
-    uses = f"{stats.tokens} tokens, {len(stats.layers)} layers of {most} experts, {stats.top_k} for each token"
-    out.print(uses, style="bold")
+    fewest = min(layer.num_experts for layer in stats.layers)
+    experts = f"{most}" if fewest == most else f"{fewest} to {most}"
+    out.print(
+        f"{stats.tokens} tokens, {len(stats.layers)} layers of {experts} experts, {stats.top_k} for each token",
+        style="bold",
+    )
     out.print("\nHits of an LRU cache, cold at first, by slots a layer:", style="bold")
     _print_curve(out, stats, expert_bytes)
     table = Table(title="Layers", title_style="bold", title_justify="left", box=None, padding=(0, 2, 0, 0))
