@@ -33,11 +33,12 @@ def draw(stats: RoutingStats, path: Path) -> None:
     heat, curve = figure.subplots(1, 2)
 
     # By the square root: one busy expert leaves differences between the others visible.
-    image = heat.imshow(used, aspect="auto", origin="lower", norm=PowerNorm(0.5, vmin=0), interpolation="nearest")
+    shown = (-0.5, len(stats.layers) - 0.5, 0.5, most + 0.5)
+    norm = PowerNorm(0.5, vmin=0)
+    image = heat.imshow(used, aspect="auto", origin="lower", norm=norm, interpolation="nearest", extent=shown)
     figure.colorbar(image, ax=heat, label="uses, relative to an even share (1)")
-    heat.set(
-        title=f"Use of each expert, {stats.tokens} tokens", xlabel="layer", ylabel="experts, the most used first"
-    )
+    heat.set(title=f"Use of each expert, {stats.tokens} tokens", xlabel="layer", ylabel="expert's rank by use")
+    heat.yaxis.get_major_locator().set_params(integer=True)
     ticks = np.unique(np.linspace(0, len(stats.layers) - 1, min(len(stats.layers), 9)).astype(int))
     heat.set_xticks(ticks, [str(stats.layers[tick].layer) for tick in ticks])
 
