@@ -25,6 +25,9 @@ from mlxmoe.errors import (
     UnsupportedModelError,
     WindowError,
 )
+from mlxmoe.experts.recording import Recording
+from mlxmoe.experts.routing import LayerRouting, RoutingStats, routing_stats
+from mlxmoe.experts.trace import Trace
 from mlxmoe.kv.prefix import PrefixStats, PrefixStore
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.guard import MemoryEvent
@@ -46,6 +49,7 @@ __all__ = [
     "EngineClosedError",
     "EngineStats",
     "KVSettings",
+    "LayerRouting",
     "LayerStats",
     "MemoryBudgetError",
     "MemoryEvent",
@@ -59,13 +63,17 @@ __all__ = [
     "PrefixStore",
     "PromptError",
     "Reading",
+    "Recording",
     "RequestError",
+    "RoutingStats",
     "SamplingError",
     "SavedStateError",
     "Session",
+    "Trace",
     "UnsupportedModelError",
     "WindowError",
     "__version__",
     "load",
     "register",
+    "routing_stats",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, br
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.profile import ProfileFolder
 from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.hub import Progress
+from mlxmoe.identity import identify
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, Plan, make_plan
@@ -66,9 +69,11 @@ def load_folder(
     trust_remote_code: bool = False,
     kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
     lookahead: LookaheadMode = "auto",
+    warm: bool = False,
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
+    `warm`: with experts in all of them, the most used ones where the model's routing profile is known.
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
@@ -100,7 +105,7 @@ def load_folder(
     try:
         cache.start_streaming(plan.slots)
         cache.look_ahead(opened.model, lookahead)
-        _read_trunk(opened.model, path, progress)
+        _read_weights(opened.model, path, cache, adapter, warm, progress)
         tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:
         cache.close()
@@ -145,13 +150,31 @@ def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int | None) 
     return max(transients.of(chunk_tokens, context) for transients in needs)
 
 
-def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:
-    """Evaluate every weight that is still on disk: the trunk and the resident layers' experts.
+def _read_weights(
+    model: nn.Module, path: Path, cache: ExpertCache, adapter: Path | None, warm: bool, progress: Progress | None
+) -> None:
+    """The trunk and the resident layers' experts into memory, and where `warm` the banks filled: one progress."""
+    banks = {id(array) for stream in cache.streams.values() for array in stream.bank.arrays.values()}
+    arrays = [array for _, array in tree_flatten(model.parameters()) if id(array) not in banks]
+    trunk_bytes = sum(array.nbytes for array in arrays)
+    total = trunk_bytes + (cache.unfilled_bytes if warm else 0)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress("load", done, total)
+
+    _read_trunk(model, arrays, path, tell)
+    if warm and cache.streams:
+        profile = ProfileFolder().find(cache.layers, lambda: identify(path, adapter, cache.files).digest)
+        cache.fill(profile, lambda done: tell(trunk_bytes + done))
+
+
+def _read_trunk(model: nn.Module, arrays: list[mx.array], path: Path, tell: Callable[[int], None]) -> None:
+    """Evaluate `arrays`, the weights that are still on disk; `tell` is told the bytes so far.
 
     And every array that a module keeps beside its parameters (rotary frequencies and the like): one that stayed lazy
     could only be evaluated by the thread that loaded the model.
     """
-    arrays = [array for _, array in tree_flatten(model.parameters())]
     total = sum(array.nbytes for array in arrays)
     done, step, step_bytes = 0, [], 0
     try:
@@ -162,8 +185,7 @@ def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None
                 mx.eval(step)
                 done += step_bytes
                 step, step_bytes = [], 0
-                if progress is not None:
-                    progress("load", done, total)
+                tell(done)
         mx.eval([[value for value in m.values() if isinstance(value, mx.array)] for m in model.modules()])
     except (RuntimeError, OSError) as error:
         raise CheckpointReadError(

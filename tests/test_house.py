@@ -22,7 +22,7 @@ FLOORS = [
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
     ["memory"],
-    ["errors"],
+    ["errors", "writing"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}
 

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxmoe import Engine, load
-from mlxmoe.experts.checkpoint import ExpertReader
+from mlxmoe.experts.reader import ExpertReader
 
 CONTEXT = 2048  # tokens; what the cases use is less
 

@@ -232,14 +232,16 @@ class ExpertBank:
         self._hold(new, {expert: last_calls[expert] for expert in kept})
         self._changing = False
 
-    def fill(self) -> None:
-        """Read experts that have no slot into the free ones; they are the oldest.
+    def fill(self, order: Sequence[int] | None = None) -> None:
+        """Read experts that have no slot into free ones, as many of `order` (by default all) as there is room for.
 
-        Raises CheckpointReadError.
+        They are the oldest. Raises CheckpointReadError.
         """
         self.await_early()
-        missing = [expert for expert in range(self.num_experts) if expert not in self._policy]
-        targets = dict(zip(missing, sorted(self._free), strict=False))
+        order = range(self.num_experts) if order is None else order
+        missing = [expert for expert in order if expert not in self._policy][: len(self._free)]
+        slots = dict(zip(sorted(missing), sorted(self._free), strict=False))  # with room for all: n goes to slot n
+        targets = {expert: slots[expert] for expert in missing}
         self._reader.read(self._pieces(list(targets), list(targets.values())))
         self._changing = True  # until here only slots of nobody were written to
         self.counters.bytes_read += len(targets) * self.expert_bytes

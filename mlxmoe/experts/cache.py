@@ -5,10 +5,11 @@ A layer with a slot for each expert is resident: it is mlx-lm's own code, and no
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -20,7 +21,9 @@ from mlxmoe.experts.bank import BankCounters, ExpertBank
 from mlxmoe.experts.checkpoint import ExpertTensor
 from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank
 from mlxmoe.experts.lookahead import Lookahead, LookaheadMode, Trial, routing_blocks
+from mlxmoe.experts.profile import RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
+from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.experts.switch import Listening, expert_homes, mixed
 from mlxmoe.memory.plan import MoeLayer
@@ -66,6 +69,8 @@ class ExpertCache:
         self._reader = reader
         self._lookaheads: dict[str, Lookahead] = {}
         self._trial: Trial | None = None
+        self._recordings: tuple[Recording, ...] = ()
+        self._recordings_lock = threading.Lock()
         self._closed = False
 
     @classmethod
@@ -95,7 +100,8 @@ class ExpertCache:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
-        with self.passes.one():
+        recordings = self._recordings
+        with self.passes.one(), noting(self._modules, recordings) if recordings else nullcontext():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
             start = time.perf_counter()
@@ -124,6 +130,28 @@ class ExpertCache:
                 path: Lookahead(block, self._modules[path], self._trial) for path, block in blocks.items()
             }
             self._link()
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """What `fill` would read."""
+        banks = [stream.bank for stream in self.streams.values()]
+        return sum((bank.slots - len(bank.resident)) * bank.expert_bytes for bank in banks)
+
+    def fill(self, profile: RoutingProfile | None, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Read experts into every free slot: the most used by `profile`, else the first; a layer at a time.
+
+        Nobody asked for them: the counters stay as they are. `on_read`: told the bytes read so far. Raises
+        CheckpointReadError; however it ends, no slot claims bytes that it does not hold.
+        """
+        done = 0
+        with self.passes.one():
+            for path, stream in self.streams.items():
+                counters = self.counters[path]
+                before = counters.bytes_read
+                stream.bank.fill(None if profile is None else profile.order(path))
+                done += counters.bytes_read - before
+                counters.bytes_read = before
+                on_read(done)
 
     def resize(self, slots: Mapping[str, int]) -> None:
         """Have `slots` of each layer: those that shrink first. Waits for the pass under way.
@@ -186,6 +214,19 @@ class ExpertCache:
         """The turn for passes that are never evaluated, in which the layers with experts compute nothing."""
         with self.passes.one(), Listening(self._modules):
             yield
+
+    @contextmanager
+    def recording(self, max_tokens: int) -> Iterator[Recording]:
+        """Within this context every pass, whoever makes it, is recorded; from the next one on."""
+        recording = Recording(self.layers, max_tokens)
+        with self._recordings_lock:
+            self._recordings += (recording,)
+        try:
+            yield recording
+        finally:
+            recording.end()
+            with self._recordings_lock:
+                self._recordings = tuple(other for other in self._recordings if other is not recording)
 
     def guard_calls(self, model: nn.Module) -> None:
         """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
