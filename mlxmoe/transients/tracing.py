@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,9 +28,8 @@ MakeCaches = Callable[[nn.Module], list[Any]]
 MOST_LAYERS = 12  # of a deeper model only these are traced: more than the longest period of any definition
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """An array of the graph, by the name that the export gave it."""
+class Value(NamedTuple):
+    """An array of the graph, by the name that the export gave it. There are very many."""
 
     name: str
     shape: tuple[int, ...]
@@ -181,7 +180,7 @@ def _read(exported: Sequence[dict[str, Any]], calls: Sequence[_Call], prior: int
 
 
 def _values(entries: Sequence[tuple[str, Sequence[int], mx.Dtype]]) -> tuple[Value, ...]:
-    return tuple(Value(name, tuple(shape), dtype.size) for name, shape, dtype in entries)
+    return tuple([Value(name, tuple(shape), dtype.size) for name, shape, dtype in entries])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +285,27 @@ def _few_layers(model: nn.Module) -> Iterator[bool]:
     """Within this context a deep model has its first layers only. Yields whether it is deep."""
     stacks = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
     stack = max(stacks, key=len, default=[])
-    rest = stack[MOST_LAYERS:] if all(isinstance(layer, nn.Module) for layer in stack) else []
+    most = _layers_to_trace(model, stack) if all(isinstance(layer, nn.Module) for layer in stack) else len(stack)
+    rest = stack[most:]
     if len(rest) <= MOST_LAYERS // 2:  # not worth it
         rest = []
     try:
         if rest:
-            del stack[MOST_LAYERS:]
+            del stack[most:]
         yield bool(rest)
     finally:
         stack.extend(rest)
+
+
+def _layers_to_trace(model: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """How many of the first layers tell all: fewer where states may be computed by a loop, whose graphs are large.
+
+    Then twice as many as hold each kind of layer.
+    """
+    if not has_states(model):
+        return MOST_LAYERS
+    kinds = [str([(path, type(module)) for path, module in layer.named_modules()]) for layer in layers]
+    return min(MOST_LAYERS, 2 * (max((kinds.index(kind) for kind in kinds), default=0) + 1))
 
 
 def _seen_caches(
