@@ -45,7 +45,7 @@ def _chip(
 # TFLOPS: Apple's announcements of M1 and M2; for M3 and M4 the hardware table of huggingface.js (its pull request
 # 1044 for M4). M5 has units for matrices: these are what a published prompt rate comes to (M5 Max, Qwen3.5-35B-A3B in
 # 4 bits, 2757 tokens/s: issue 24 of magicnight/Mac-MLX) with PREFILL_EFFICIENCY of `tuning.roofline`, by GPU cores.
-# SSD: of a Mac mini M4 with 32 GB, from the same report as its decode rates in tests/published.py.
+# SSD: of a Mac mini M4 with 32 GB, from the same report as its decode rates in tests/model_facts.py.
 CHIPS = {
     chip.name: chip
     for chip in (
