@@ -111,7 +111,8 @@ EXPERT_BYTES = {"Qwen3-30B-A3B": 16.3e9, "gpt-oss-120b": 56.8 * 2**30}
 
 # Bytes a token of the caches that grow without bound, 2 bytes an item:
 # grouped attention: 2 (keys and values) x layers x KV heads x head width;
-# latent attention: layers x (latent width + width of the rotated part);
+# latent attention: layers x (latent width + width of the rotated part); but mlx-lm's deepseek_v2 keeps keys and values
+# as they come out of it: layers x heads x (key width + value width);
 # windows, chunks, linear attention: the layers that attend to everything only.
 KV_BYTES_PER_TOKEN = {
     "OLMoE-1B-7B": 2 * 16 * 16 * 128 * 2,
@@ -119,7 +120,7 @@ KV_BYTES_PER_TOKEN = {
     "Mixtral-8x7B": 2 * 32 * 8 * 128 * 2,
     "GLM-4.5-Air": 2 * 46 * 8 * 128 * 2,
     "MiniMax-M2.5": 2 * 62 * 8 * 128 * 2,
-    "DeepSeek-V2-Lite": 27 * (512 + 64) * 2,
+    "DeepSeek-V2-Lite": 27 * 16 * ((128 + 64) + 128) * 2,
     "DeepSeek-V3": 61 * (512 + 64) * 2,
     "gpt-oss-20b": 2 * 12 * 8 * 64 * 2,
     "gpt-oss-120b": 2 * 18 * 8 * 64 * 2,
