@@ -111,8 +111,8 @@ EXPERT_BYTES = {"Qwen3-30B-A3B": 16.3e9, "gpt-oss-120b": 56.8 * 2**30}
 
 # Bytes a token of the caches that grow without bound, 2 bytes an item:
 # grouped attention: 2 (keys and values) x layers x KV heads x head width;
-# latent attention: layers x (latent width + width of the rotated part); but mlx-lm's deepseek_v2 keeps keys and values
-# as they come out of it: layers x heads x (key width + value width);
+# latent attention: layers x (latent width + width of the rotated part); but mlx-lm's deepseek_v2 keeps the keys and
+# values that are made of it: layers x heads x (key width + value width);
 # windows, chunks, linear attention: the layers that attend to everything only.
 KV_BYTES_PER_TOKEN = {
     "OLMoE-1B-7B": 2 * 16 * 16 * 128 * 2,

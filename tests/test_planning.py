@@ -15,11 +15,12 @@ import pytest
 from definitions import DEFINITIONS
 from hub_standin import StandIn
 from model_facts import CONFIGS, EXPERT_BYTES, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
+from test_layouts import REFUSED_LAYOUTS, rewritten
 from tiny import QWEN3_MOE, make_tiny
 
 import mlxmoe
 from mlxmoe import MemoryBudgetError, PlanError, UnsupportedModelError, load
-from mlxmoe.memory.sizes import format_bytes, parse_tokens
+from mlxmoe.memory.sizes import format_bytes, parse_bytes, parse_tokens
 from mlxmoe.tuning.report import percent
 
 DENSE = {
@@ -90,16 +91,14 @@ def test_sizes_from_the_config_alone_are_those_of_the_files(name: str, bits: int
     assert alone.contexts[0].plan == whole.contexts[0].plan
 
 
-def test_the_division_is_the_one_that_load_chooses(tiny: Path) -> None:
-    whole = mlxmoe.plan(tiny, memory="1GB", contexts=[500]).contexts[0]
-    assert whole.plan is not None
-    assert whole.verdict == "resident"
-    tight = whole.plan.total_bytes - whole.plan.expert_bytes // 2
-    report = mlxmoe.plan(tiny, memory=tight * 3 // 2, chip="m4", contexts=[100, 500])
-    assert [row.verdict for row in report.contexts] == ["streams", "streams"]
+@pytest.mark.parametrize(("memory", "experts"), [("1GB", "auto"), ("1GB", "50%"), ("9MB", "auto")])
+def test_the_division_is_the_one_that_load_chooses(tiny: Path, memory: str, experts: str) -> None:
+    memory_bytes = parse_bytes(memory, "memory") + 64 * 2**20 * 3 // 2  # the pool's least, and what the system keeps
+    report = mlxmoe.plan(tiny, memory=memory_bytes, contexts=[100, 500], experts=experts)
     for row in report.contexts:
-        assert row.plan is not None
-        with load(tiny, memory=report.target.budget_bytes, context=row.context) as engine:
+        assert row.plan is not None, row.why
+        assert row.verdict == ("resident" if experts == "auto" else "streams")
+        with load(tiny, memory=report.target.budget_bytes, context=row.context, experts=experts) as engine:
             plan = engine.plan
         ours, theirs = row.plan.as_dict(), plan.as_dict()
         ours["reserve_bytes"] = theirs["reserve_bytes"]  # load leaves none beside a budget that was set
@@ -184,15 +183,18 @@ def test_without_a_known_chip_no_speed_is_told(tiny: Path, monkeypatch: pytest.M
     assert any("no speed is predicted" in line for line in report.assumptions)
 
 
-def test_files_that_cannot_be_streamed_in_place_do_not_fit_unless_whole(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "own", {**QWEN3_MOE}, bits=None)
-    weights = dict(mx.load(str(folder / "model.safetensors")))
-    name = next(name for name in weights if name.endswith("switch_mlp.up_proj.weight"))
-    weights[name] = weights[name].astype(mx.bfloat16)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    whole = mlxmoe.plan(folder, memory="1GB", contexts=[64]).contexts[0]
-    assert whole.verdict == "resident"
-    assert whole.plan is not None
+@pytest.mark.parametrize("name", REFUSED_LAYOUTS)
+def test_files_that_cannot_be_streamed_in_place_do_not_fit_unless_whole(tmp_path: Path, name: str) -> None:
+    """As load has it."""
+    definition, quantization, change, says = REFUSED_LAYOUTS[name]
+    converted = make_tiny(tmp_path / "mlx", DEFINITIONS[definition], quantization=quantization)
+    other = rewritten(converted, tmp_path / "other", change)
+    whole, half = (
+        mlxmoe.plan(other, memory="1GB", contexts=[64], experts=experts).contexts[0] for experts in ("all", "50%")
+    )
+    assert (whole.verdict, half.verdict) == ("resident", "does not fit")
+    assert says in (half.why or "")
+    assert f"mlx_lm.convert --hf-path {other}" in (half.why or "")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def default_hit_curve(num_experts: int, top_k: int) -> HitCurve:
 
 def curve_through(points: Sequence[tuple[float, float]]) -> HitCurve:
     """The curve through measured `(share of experts in slots, hit rate)`, straight between them."""
-    known = sorted({**dict(points), 0.0: 0.0, 1.0: 1.0}.items())
+    known = sorted({0.0: 0.0, **dict(points), 1.0: 1.0}.items())
 
     def hits(share: float) -> float:
         for (low, below), (high, above) in itertools.pairwise(known):
