@@ -25,7 +25,9 @@ from mlxmoe.kv.layers import leaves_of
 
 MakeCaches = Callable[[nn.Module], list[Any]]
 
-MOST_LAYERS = 12  # of a deeper model only these are traced: more than the longest period of any definition
+# Of a deeper model only some layers are traced: at most more than the longest period of any definition; with the
+# least, predictions for six published models were within 2 % (five of them within 0.5 %) of those with all or 16.
+MOST_LAYERS, LEAST_LAYERS = 12, 8
 
 
 class Value(NamedTuple):
@@ -283,29 +285,33 @@ def _exportable() -> Iterator[None]:
 @contextmanager
 def _few_layers(model: nn.Module) -> Iterator[bool]:
     """Within this context a deep model has its first layers only. Yields whether it is deep."""
-    stacks = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
-    stack = max(stacks, key=len, default=[])
-    most = _layers_to_trace(model, stack) if all(isinstance(layer, nn.Module) for layer in stack) else len(stack)
-    rest = stack[most:]
-    if len(rest) <= MOST_LAYERS // 2:  # not worth it
-        rest = []
+    lists = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
+    stacks = [value for value in lists if all(isinstance(layer, nn.Module) for layer in value)]
+    layers = max(stacks, key=len, default=[])
+    most = _layers_to_trace(model, layers)
+    cut: list[tuple[list[Any], list[Any]]] = []
+    if len(layers) - most > MOST_LAYERS // 2:  # else it is not worth it
+        beside = [
+            value for value in lists if value is not layers and len(value) == len(layers)
+        ]  # types of the layers
+        cut = [(value, value[most:]) for value in (layers, *beside)]
     try:
-        if rest:
-            del stack[most:]
-        yield bool(rest)
+        for value, _ in cut:
+            del value[most:]
+        yield bool(cut)
     finally:
-        stack.extend(rest)
+        for value, rest in cut:
+            value.extend(rest)
 
 
 def _layers_to_trace(model: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """How many of the first layers tell all: fewer where states may be computed by a loop, whose graphs are large.
+    """How many of the first layers tell all: a few more than hold each kind of layer.
 
-    Then twice as many as hold each kind of layer.
+    With states, which may be computed by a loop and then have large graphs, twice as many as hold each kind.
     """
-    if not has_states(model):
-        return MOST_LAYERS
     kinds = [str([(path, type(module)) for path, module in layer.named_modules()]) for layer in layers]
-    return min(MOST_LAYERS, 2 * (max((kinds.index(kind) for kind in kinds), default=0) + 1))
+    all_kinds = max((kinds.index(kind) for kind in kinds), default=0) + 1
+    return min(MOST_LAYERS, 2 * all_kinds if has_states(model) else max(LEAST_LAYERS, all_kinds + 2))
 
 
 def _seen_caches(
