@@ -105,7 +105,8 @@ def _report(
             rows.append(_does_not_fit(context, str(error)))
             continue
         row = _row(context, division, work, curves, target.rates)
-        rows.append(_does_not_fit(context, unreadable) if unreadable and row.verdict != "resident" else row)
+        streams = division.bank_bytes < division.expert_bytes
+        rows.append(_does_not_fit(context, unreadable) if unreadable and streams else row)
     chosen = recommend(rows)
     kv = opened.kv
     return PlanReport(

@@ -89,7 +89,10 @@ class PlanReport:
             "recommended": None if self.recommended is None else self.recommended.context,
             "basis": {
                 "weights": "predicted" if self.weights == "config" else "exact",
-                "target.rates": "published, or assumed: see assumptions",
+                "target.rates": {
+                    "published": "published or assumed: see assumptions",
+                    "given": "given by the caller",
+                }[self.target.rates_basis],
                 "contexts": "predicted",
                 "measured": [],
             },

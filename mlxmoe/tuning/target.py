@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mlxmoe.errors import PlanError
 from mlxmoe.memory.chips import CHIPS, Chip, chip_option, find_chip
@@ -22,14 +22,16 @@ SOLD_GB = (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
 class Target:
     """A machine. `budget_bytes`: what an engine may take of `total_bytes`.
 
-    `chip`: None where it is not in the table, and then `rates` is None: nothing is said about speed. `assumptions`:
-    where the figures come from, a sentence each.
+    `chip`: None where it is not in the table, and then `rates` is None, unless given: nothing is said about speed.
+    `rates_basis`: what is published of the chip, with assumptions, or given by the caller. `assumptions`: where the
+    figures come from, a sentence each.
     """
 
     total_bytes: int
     budget_bytes: int
     chip: Chip | None
     rates: Rates | None
+    rates_basis: Literal["published", "given"]
     assumptions: tuple[str, ...]
 
     @property
@@ -55,13 +57,16 @@ def find_target(
     said: list[str] = []
     total, budget = _memory(memory, reading, said)
     found = _chip(chip)
-    if rates is None and found is not None:
+    basis: Literal["published", "given"] = "published" if rates is None else "given"
+    if rates is not None:
+        said.append("the rates are those that were given")
+    elif found is not None:
         rates = _published(found, said)
-    if read_rate is not None and rates is not None:
+    if read_rate is not None:
         rates = _with_read_rate(rates, read_rate, said)
     if rates is None:
         said.append("no speed is predicted: this machine's chip is not in the table; name one with chip=")
-    return Target(total, budget, found, rates, tuple(said))
+    return Target(total, budget, found, rates, basis, tuple(said))
 
 
 def _memory(memory: int | str | None, reading: Reading | None, said: list[str]) -> tuple[int, int]:
@@ -112,8 +117,10 @@ def _published(chip: Chip, said: list[str]) -> Rates:
     return Rates(least, chip.flops_per_s, READ_BYTES_PER_S if read is None else read)
 
 
-def _with_read_rate(rates: Rates, read_rate: int | str, said: list[str]) -> Rates:
+def _with_read_rate(rates: Rates | None, read_rate: int | str, said: list[str]) -> Rates | None:
     read = parse_bytes(read_rate, "read_rate")
+    if rates is None:
+        return None
     said[:] = [line for line in said if not line.startswith("the SSD")]
     said.append(f"the SSD gives {format_bytes(read)}/s (as asked)")
     return replace(rates, read_bytes_per_s=read)
