@@ -304,3 +304,17 @@ def test_without_a_network_a_config_is_enough(tmp_path: Path, tiny: Path) -> Non
     shutil.copy(tiny / "config.json", bare)
     assert command(str(bare), **machine, HF_HUB_OFFLINE="1").returncode == 0
     assert command(str(bare / "config.json"), **machine, HF_HUB_OFFLINE="1").returncode == 0
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="with a GPU prefill takes another peak")
+def test_the_table_in_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("$ mlxmoe plan ")[1].split("```")[0]
+    line, _, printed = shown.partition("\n")
+    config_file(tmp_path / "Qwen3-30B-A3B", CONFIGS["Qwen3-30B-A3B"])
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxmoe", "plan", *line.split()],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path, env={**os.environ, "COLUMNS": "80"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert printed.split() == done.stdout.split()
