@@ -18,6 +18,7 @@ from mlxmoe.errors import (
     MlxMoeError,
     ModelError,
     ModelNotFoundError,
+    PlanError,
     PromptError,
     RequestError,
     SamplingError,
@@ -37,6 +38,7 @@ from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+from mlxmoe.tuning import ContextPlan, PlanReport, plan
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReadError",
     "Chunk",
+    "ContextPlan",
     "DownloadError",
     "Engine",
     "EngineClosedError",
@@ -59,6 +62,8 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "Plan",
+    "PlanError",
+    "PlanReport",
     "PrefixStats",
     "PrefixStore",
     "PromptError",
@@ -74,6 +79,7 @@ __all__ = [
     "WindowError",
     "__version__",
     "load",
+    "plan",
     "register",
     "routing_stats",
 ]

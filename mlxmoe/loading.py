@@ -6,6 +6,7 @@ before anything is evaluated, and only then is the trunk read.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -79,23 +80,19 @@ def load_folder(
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
     bound = None if opened.kv_choice.endless else opened.model_context
     context = _asked_context(path, bound, context)
-    plan = make_plan(
-        opened.layers,
-        trunk_bytes=opened.trunk_bytes,
-        kv=opened.kv,
-        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens if context or bound else None),
-        context=context,
-        model_context=bound,
+    plan = divide_memory(
+        opened,
+        prefill_room(opened),
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
+        context=context,
     )
-    if context is None and plan.context != plan.model_context:
+    if context is None and plan.context != bound:
         logger.warning(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
-            path.name, plan.model_context, plan.context,
+            path.name, bound, plan.context,
         )  # fmt: skip
-    plan = replace(plan, model_context=opened.model_context)
     cache = ExpertCache(
         opened.modules,
         opened.layers,
@@ -123,6 +120,34 @@ def load_folder(
     )
 
 
+def divide_memory(
+    opened: OpenedModel,
+    room: Callable[[int, int | None], int],
+    *,
+    experts: int | float | str,
+    memory_bytes: int,
+    reserve_bytes: int = 0,
+    context: int | None = None,
+) -> Plan:
+    """The plan that a model is loaded with. `room`: what its prefill takes, as `prefill_room` says.
+
+    `context`: tokens that must fit, None for the model's own or as much of it as fits. Raises MemoryBudgetError.
+    """
+    bound = None if opened.kv_choice.endless else opened.model_context
+    plan = make_plan(
+        opened.layers,
+        trunk_bytes=opened.trunk_bytes,
+        kv=opened.kv,
+        prefill=lambda chunk, tokens: room(chunk, tokens if context or bound else None),
+        context=context,
+        model_context=bound,
+        experts=experts,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+    return replace(plan, model_context=opened.model_context)
+
+
 def _asked_context(path: Path, model_context: int | None, asked: int | None) -> int | None:
     if asked is None:
         return None
@@ -136,18 +161,24 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int | None) -> int:
-    """Room for one chunk's activations, however the experts are resized later: half of them in slots, or all.
+def prefill_room(opened: OpenedModel) -> Callable[[int, int | None], int]:
+    """Of chunk tokens and context: room for one chunk's activations, however the experts are resized later.
 
-    Without a `context`: of a chunk after as many tokens as any later one attends to.
+    That is with half of them in slots, or all, whichever is more. Without a context: of a chunk after as many tokens
+    as any later one attends to. What was computed once is remembered.
     """
-    if context is None:
-        seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
-        context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
-    make_caches = opened.kv_choice.caches
     half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None))
-    return max(transients.of(chunk_tokens, context) for transients in needs)
+    make_caches = opened.kv_choice.caches
+    needs = [PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)]
+
+    @functools.cache
+    def room(chunk_tokens: int, context: int | None) -> int:
+        if context is None:
+            seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
+            context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
+        return max(transients.of(chunk_tokens, context) for transients in needs)
+
+    return room
 
 
 def _read_weights(

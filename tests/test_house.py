@@ -15,7 +15,7 @@ FLOORS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["verify", "engine", "doctor"],
+    ["verify", "engine", "doctor", "tuning"],
     ["session"],
     ["reply", "loading"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
