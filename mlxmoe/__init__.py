@@ -18,6 +18,7 @@ from mlxmoe.errors import (
     MlxMoeError,
     ModelError,
     ModelNotFoundError,
+    PlanError,
     PromptError,
     RequestError,
     SamplingError,
@@ -26,6 +27,9 @@ from mlxmoe.errors import (
     UnsupportedModelError,
     WindowError,
 )
+from mlxmoe.experts.recording import Recording
+from mlxmoe.experts.routing import LayerRouting, RoutingStats, routing_stats
+from mlxmoe.experts.trace import Trace
 from mlxmoe.kv.prefix import PrefixStats, PrefixStore
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.guard import MemoryEvent
@@ -35,6 +39,7 @@ from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+from mlxmoe.tuning import ContextPlan, PlanReport, plan
 
 __version__ = "0.1.0"
 
@@ -42,11 +47,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointReadError",
     "Chunk",
+    "ContextPlan",
     "DownloadError",
     "Engine",
     "EngineClosedError",
     "EngineStats",
     "KVSettings",
+    "LayerRouting",
     "LayerStats",
     "MemoryBudgetError",
     "MemoryEvent",
@@ -56,18 +63,25 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "Plan",
+    "PlanError",
+    "PlanReport",
     "PrefixStats",
     "PrefixStore",
     "PromptError",
     "Reading",
+    "Recording",
     "RequestError",
+    "RoutingStats",
     "SamplingError",
     "SavedStateError",
     "Session",
     "TornStateError",
+    "Trace",
     "UnsupportedModelError",
     "WindowError",
     "__version__",
     "load",
+    "plan",
     "register",
+    "routing_stats",
 ]

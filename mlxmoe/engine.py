@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
+from mlxmoe.errors import RequestError
+from mlxmoe.experts.lookahead import LookaheadMode
+from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
+from mlxmoe.experts.recording import MAX_TOKENS, Recording
+from mlxmoe.experts.trace import Trace
 from mlxmoe.growth import kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
@@ -49,9 +55,11 @@ def load(
     sinks: int = 4,
     kv_bits: int | None = None,
     prefixes: PrefixStore | int | str | None = None,
+    lookahead: LookaheadMode = "auto",
     progress: Progress | None = None,
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
+    warm: bool = True,
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -70,16 +78,22 @@ def load(
     - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
+    - `lookahead`: read what the next layer will probably want before it asks: "auto" while that is faster, which is
+      tried out again and again, True always, False never. Changes no word.
     - `progress(stage, done_bytes, total_bytes)`: called during download and loading.
     - `on_memory(event)`: told when memory pressure changes, and what is given back or taken again; another thread may
       be the caller.
     - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.limits for both sides of that.
+    - `warm`: fill the slots before returning, at the rate the drive reads: with the experts that `mlxmoe profile`
+      found to be used most, or with the first ones. False returns earlier, and reads experts when they are asked for.
     - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
       `trust_remote_code`: run model code that comes with the weights.
 
     Raises ModelError, DownloadError, MemoryBudgetError or WindowError; see mlxmoe.errors.
     """
     kv_settings = KVSettings(window, sinks, kv_bits)
+    if lookahead not in ("auto", True, False):
+        raise RequestError(f'lookahead={lookahead!r} is not offered: "auto", True or False.')
     reading = MemoryReader().read()
     memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
     if memory is not None and memory_bytes > reading.total_bytes > 0:
@@ -102,6 +116,8 @@ def load(
         adapter=adapter,
         trust_remote_code=trust_remote_code,
         kv_settings=kv_settings,
+        lookahead=lookahead,
+        warm=warm,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
@@ -269,6 +285,41 @@ class Engine:
         """
         _ = self._decoder.model  # raises if the engine is closed
         self._balance.resize(experts)
+
+    @contextmanager
+    def record(self, *, max_tokens: int = MAX_TOKENS) -> Iterator[Recording]:
+        """Record which experts are asked for: `with llm.record() as recording: ...`, then `recording.trace`.
+
+        Every pass of the engine within the context is recorded, whoever asks for it: streams, sessions and calls of
+        `model`, in the order of the passes. No token changes. Tokens that a prefix store or a session had are not
+        computed again, and so not recorded. The first `max_tokens` are kept; each takes two bytes for each of its
+        experts in each layer. Raises RequestError for a model without routed experts.
+        """
+        _ = self._decoder.model  # raises if the engine is closed
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise RequestError(f"max_tokens={max_tokens!r} is no number of tokens to record: 1 or more.")
+        if not self._experts.layers:
+            raise RequestError(f"{self.path.name} has no routed experts: there is no routing to record.")
+        with self._experts.recording(max_tokens) as recording:
+            yield recording
+
+    def keep_profile(self, trace: Trace) -> Path:
+        """Keep how often `trace` asked for each expert, for later loads of this model to fill their slots by.
+
+        Returns the file, in the user's cache folder; one that was there before is replaced. Only this, and
+        `mlxmoe profile`, which calls it, ever writes one. Raises RequestError for the trace of another model or of no
+        token, SavedStateError if it cannot be written, CheckpointError if the model's files have changed.
+        """
+        layers, identity = self._experts.layers, self._identify()
+        try:
+            if not trace.tokens:
+                raise ValueError("the trace holds no token")
+            profile = RoutingProfile.of(trace, layers, model=str(identity), digest=identity.digest)
+        except ValueError as error:
+            raise RequestError(
+                f"This is no profile of {self.path.name}: {error}. Record one with record()."
+            ) from error
+        return ProfileFolder().keep(profile, layers)
 
     def stats(self) -> EngineStats:
         """What the expert cache did since loading, for each MoE layer."""

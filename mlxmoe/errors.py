@@ -9,10 +9,11 @@
     ├── DownloadError               the hub is out of reach, or the disk too small
     ├── MemoryBudgetError           experts, context and memory do not fit together
     ├── MemoryPressureError         the machine is short of memory right now
-    ├── RequestError                what was asked of a loaded model makes no sense
+    ├── RequestError                what was asked makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
     │   ├── SamplingError             a sampling value outside its range
-    │   └── WindowError               a window, sinks or kv_bits that make no sense
+    │   ├── WindowError               a window, sinks or kv_bits that make no sense
+    │   └── PlanError                 a chip, a rate or bits that nothing can be predicted from
     ├── SavedStateError             a saved session cannot be written, or is of another model or version
     │   └── TornStateError            a file that is no whole saved state
     └── EngineClosedError           the engine was closed
@@ -66,7 +67,7 @@ class MemoryPressureError(MlxMoeError):
 
 
 class RequestError(MlxMoeError):
-    """What was asked of a loaded model makes no sense."""
+    """What was asked makes no sense."""
 
 
 class PromptError(RequestError):
@@ -79,6 +80,10 @@ class SamplingError(RequestError):
 
 class WindowError(RequestError):
     """A window, sinks or kv_bits that make no sense."""
+
+
+class PlanError(RequestError):
+    """A chip that is not in the table, or a rate or bits from which nothing can be predicted."""
 
 
 class SavedStateError(MlxMoeError):

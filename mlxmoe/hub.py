@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     DryRunError,
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -35,6 +39,8 @@ Progress = Callable[[str, int, int], None]
 PATTERNS = [
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja",
 ]  # fmt: skip
+HEADERS_AT_A_TIME = 8  # of a checkpoint in many files: some have hundreds
+HEADER_TIMEOUT_S = 10.0
 DISK_MARGIN_BYTES = 2**30  # a disk filled to the brim stops more than this program
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -99,26 +105,76 @@ def _find_cached(repo: str, revision: str | None) -> Path:
         ) from error
 
 
-def _download(repo: str, revision: str | None, progress: Progress | None) -> Path:
-    what = f"{repo} at revision {revision}" if revision else repo
+def find_cached(repo: str, revision: str | None = None) -> Path | None:
+    """The folder of an earlier download, whole or not; None where there is none. Asks no network."""
     try:
+        return _find_cached(repo, revision)
+    except ModelNotFoundError:
+        return None
+
+
+def is_hub_id(model: str | Path) -> bool:
+    """Whether `model` is written as a hub id and no such folder or file is there."""
+    return isinstance(model, str) and _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+
+
+def fetch_outline(repo: str, revision: str | None, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Put a hub id's config.json (and code of its own) into `folder`, and return the headers of its weight files.
+
+    Downloads no weight, and nothing into the cache: headers come by small range requests. No headers where the
+    repository has no weights that mlx-lm would load. Raises ModelNotFoundError or DownloadError.
+    """
+    with _hub_errors(repo, revision):
+        hub = HfApi()
+        found = hub.model_info(repo, revision=revision, timeout=HEADER_TIMEOUT_S)
+        names = [file.rfilename for file in found.siblings or ()]
+        if "config.json" not in names:
+            raise ModelNotFoundError(f"{repo} on the hub is no language model: it has no config.json.")
+        snapshot_download(
+            repo, revision=found.sha, allow_patterns=["config.json", "*.py"], local_dir=folder,
+            tqdm_class=_silent_bar(None),
+        )  # fmt: skip
+        weights = sorted(name for name in names if fnmatch(name, "model*.safetensors"))
+        with ThreadPoolExecutor(HEADERS_AT_A_TIME) as pool:
+            headers = pool.map(
+                lambda name: hub.parse_safetensors_file_metadata(repo, name, revision=found.sha), weights
+            )
+            return {
+                name: {
+                    tensor: {"dtype": info.dtype, "shape": info.shape, "data_offsets": list(info.data_offsets)}
+                    for tensor, info in header.tensors.items()
+                }
+                for name, header in zip(weights, headers, strict=True)
+            }
+
+
+def _download(repo: str, revision: str | None, progress: Progress | None) -> Path:
+    with _hub_errors(repo, revision):
         _refuse_full_disk(repo, revision)
         return Path(
             snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, tqdm_class=_silent_bar(progress))
         )
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Within this context, what goes wrong with the hub is an error of ours that says what to do."""
+    what = f"{repo} at revision {revision}" if revision else repo
+    try:
+        yield
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         hint = "accept its licence on its page" if isinstance(error, GatedRepoError) else "check the spelling"
         raise ModelNotFoundError(
             f"The hub has no {what} for you. Please {hint}, and log in (`hf auth login`) if it is private."
         ) from error
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         offline = constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub ({constants.ENDPOINT}) cannot be reached"
         raise DownloadError(
             f"{what} is not (or not wholly) on this machine, and {reason}. Files that are here are kept: "
             f"run it again when online, or give a local folder."
         ) from error
-    except DownloadError:
+    except (DownloadError, ModelNotFoundError):
         raise
     except HFValidationError as error:
         raise ModelNotFoundError(f"{repo} is neither a folder nor a hub id: {error}") from error

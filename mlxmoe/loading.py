@@ -6,9 +6,10 @@ before anything is evaluated, and only then is the trunk read.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
 from mlxmoe.experts.cache import ExpertCache
-from mlxmoe.experts.checkpoint import ExpertReader
+from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.profile import ProfileFolder
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.hub import Progress
-from mlxmoe.identity import source_states
+from mlxmoe.identity import identify, source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, Plan, make_plan
@@ -69,32 +72,31 @@ def load_folder(
     adapter: Path | None = None,
     trust_remote_code: bool = False,
     kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
+    lookahead: LookaheadMode = "auto",
+    warm: bool = False,
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
+    `warm`: with experts in all of them, the most used ones where the model's routing profile is known.
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
     bound = None if opened.kv_choice.endless else opened.model_context
     context = _asked_context(path, bound, context)
-    plan = make_plan(
-        opened.layers,
-        trunk_bytes=opened.trunk_bytes,
-        kv=opened.kv,
-        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens if context or bound else None),
-        context=context,
-        model_context=bound,
+    plan = divide_memory(
+        opened,
+        prefill_room(opened),
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
+        context=context,
     )
-    if context is None and plan.context != plan.model_context:
+    if context is None and plan.context != bound:
         logger.warning(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
-            path.name, plan.model_context, plan.context,
+            path.name, bound, plan.context,
         )  # fmt: skip
-    plan = replace(plan, model_context=opened.model_context)
     cache = ExpertCache(
         opened.modules,
         opened.layers,
@@ -103,7 +105,9 @@ def load_folder(
     )
     try:
         cache.start_streaming(plan.slots)
-        _read_trunk(opened.model, path, progress)
+        cache.look_ahead(opened.model, lookahead)
+        files = {**opened.checkpoint.files, **sources}
+        _read_weights(opened.model, path, cache, lambda: identify(path, adapter, files).digest, warm, progress)
         tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:
         cache.close()
@@ -122,6 +126,34 @@ def load_folder(
     )
 
 
+def divide_memory(
+    opened: OpenedModel,
+    room: Callable[[int, int | None], int],
+    *,
+    experts: int | float | str,
+    memory_bytes: int,
+    reserve_bytes: int = 0,
+    context: int | None = None,
+) -> Plan:
+    """The plan that a model is loaded with. `room`: what its prefill takes, as `prefill_room` says.
+
+    `context`: tokens that must fit, None for the model's own or as much of it as fits. Raises MemoryBudgetError.
+    """
+    bound = None if opened.kv_choice.endless else opened.model_context
+    plan = make_plan(
+        opened.layers,
+        trunk_bytes=opened.trunk_bytes,
+        kv=opened.kv,
+        prefill=lambda chunk, tokens: room(chunk, tokens if context or bound else None),
+        context=context,
+        model_context=bound,
+        experts=experts,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+    return replace(plan, model_context=opened.model_context)
+
+
 def _asked_context(path: Path, model_context: int | None, asked: int | None) -> int | None:
     if asked is None:
         return None
@@ -135,27 +167,59 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _prefill_bytes(opened: OpenedModel, chunk_tokens: int, context: int | None) -> int:
-    """Room for one chunk's activations, however the experts are resized later: half of them in slots, or all.
+def prefill_room(opened: OpenedModel) -> Callable[[int, int | None], int]:
+    """Of chunk tokens and context: room for one chunk's activations, however the experts are resized later.
 
-    Without a `context`: of a chunk after as many tokens as any later one attends to.
+    That is with half of them in slots, or all, whichever is more. Without a context: of a chunk after as many tokens
+    as any later one attends to. What was computed once is remembered.
     """
-    if context is None:
-        seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
-        context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
-    make_caches = opened.kv_choice.caches
     half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    needs = (PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None))
-    return max(transients.of(chunk_tokens, context) for transients in needs)
+    make_caches = opened.kv_choice.caches
+    needs = [PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)]
+
+    @functools.cache
+    def room(chunk_tokens: int, context: int | None) -> int:
+        if context is None:
+            seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
+            context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
+        return max(transients.of(chunk_tokens, context) for transients in needs)
+
+    return room
 
 
-def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None:
-    """Evaluate every weight that is still on disk: the trunk and the resident layers' experts.
+def _read_weights(
+    model: nn.Module,
+    path: Path,
+    cache: ExpertCache,
+    digest: Callable[[], str],
+    warm: bool,
+    progress: Progress | None,
+) -> None:
+    """The trunk and the resident layers' experts into memory, and where `warm` the banks filled: one progress.
+
+    `digest`: of the model's content.
+    """
+    banks = {id(array) for stream in cache.streams.values() for array in stream.bank.arrays.values()}
+    arrays = [array for _, array in tree_flatten(model.parameters()) if id(array) not in banks]
+    trunk_bytes = sum(array.nbytes for array in arrays)
+    total = trunk_bytes + (cache.unfilled_bytes if warm else 0)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress("load", done, total)
+
+    _read_trunk(model, arrays, path, tell)
+    if warm and cache.streams:
+        profile = ProfileFolder().find(cache.layers, digest)
+        cache.fill(profile, lambda done: tell(trunk_bytes + done))
+
+
+def _read_trunk(model: nn.Module, arrays: list[mx.array], path: Path, tell: Callable[[int], None]) -> None:
+    """Evaluate `arrays`, the weights that are still on disk; `tell` is told the bytes so far.
 
     And every array that a module keeps beside its parameters (rotary frequencies and the like): one that stayed lazy
     could only be evaluated by the thread that loaded the model.
     """
-    arrays = [array for _, array in tree_flatten(model.parameters())]
     total = sum(array.nbytes for array in arrays)
     done, step, step_bytes = 0, [], 0
     try:
@@ -166,8 +230,7 @@ def _read_trunk(model: nn.Module, path: Path, progress: Progress | None) -> None
                 mx.eval(step)
                 done += step_bytes
                 step, step_bytes = [], 0
-                if progress is not None:
-                    progress("load", done, total)
+                tell(done)
         mx.eval([[value for value in m.values() if isinstance(value, mx.array)] for m in model.modules()])
     except (RuntimeError, OSError) as error:
         raise CheckpointReadError(

@@ -7,7 +7,8 @@ evaluated. What of mlx-lm's building of models is relied on enters here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model
 
 from mlxmoe.errors import CheckpointError, MlxMoeError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
-from mlxmoe.experts.layer import Listening, expert_arrays, switch_modules
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
+from mlxmoe.experts.switch import Listening, expert_arrays, switch_modules
 from mlxmoe.growth import kv_growth
 from mlxmoe.kv.choose import KVChoice, choose
 from mlxmoe.kv.settings import KVSettings
@@ -85,6 +86,11 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelNotFoundError(f"{path} is not a model folder: it has no config.json.")
+    return read_config_file(file)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """A model's config, whatever the file is called. Raises ModelError."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -102,8 +108,17 @@ def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.M
             f"{path} brings its own model code ({config['model_file']}). If you trust whoever wrote it, "
             f"load it with trust_remote_code=True."
         )
-    try:
+    with definition_errors(path, kind):
         model, config = load_model(path, lazy=True, strict=True, trust_remote_code=trust)
+    _refuse_wrong_dtypes(path, model)
+    return model, config
+
+
+@contextmanager
+def definition_errors(path: Path, kind: str) -> Iterator[None]:
+    """Within this context, what mlx-lm raises while it builds a `kind` model from `path` becomes a ModelError."""
+    try:
+        yield
     except ValueError as error:
         if "not supported" in str(error):
             cause = f" ({error.__cause__})" if error.__cause__ else ""
@@ -122,8 +137,6 @@ def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.M
         raise ModelError(
             f"mlx-lm could not build a {kind} model from {path}/config.json: {type(error).__name__}: {brief(error)}"
         ) from error
-    _refuse_wrong_dtypes(path, model)
-    return model, config
 
 
 def _refuse_wrong_dtypes(path: Path, model: nn.Module) -> None:

@@ -10,12 +10,19 @@ from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Reading
 
+_SUMS = (
+    "hits", "misses", "hit_rate", "evictions", "bytes_read",
+    "early_bytes", "early_useful_bytes", "foreseen", "unforeseen", "lookahead_recall",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
     """One MoE layer's expert cache. A hit or miss is one expert wanted by one call (a chunk or a token).
 
-    `slots` of `num_experts` are in memory; with all of them the layer is resident and counts nothing.
+    `slots` of `num_experts` are in memory; with all of them the layer is resident and counts nothing. `bytes_read`:
+    because they were asked for. `early_bytes`: because lookahead guessed so, of which `early_useful_bytes` were asked
+    for next. `foreseen`, `unforeseen`: experts asked for that a guess had named, or had not; of guessed calls only.
     """
 
     path: str
@@ -25,6 +32,10 @@ class LayerStats:
     misses: int
     evictions: int
     bytes_read: int
+    early_bytes: int
+    early_useful_bytes: int
+    foreseen: int
+    unforeseen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +66,34 @@ class EngineStats:
         return sum(layer.bytes_read for layer in self.layers)
 
     @property
+    def early_bytes(self) -> int:
+        return sum(layer.early_bytes for layer in self.layers)
+
+    @property
+    def early_useful_bytes(self) -> int:
+        return sum(layer.early_useful_bytes for layer in self.layers)
+
+    @property
+    def foreseen(self) -> int:
+        return sum(layer.foreseen for layer in self.layers)
+
+    @property
+    def unforeseen(self) -> int:
+        return sum(layer.unforeseen for layer in self.layers)
+
+    @property
+    def lookahead_recall(self) -> float | None:
+        """Share of the wanted experts that lookahead had named; None where it did not guess."""
+        guessed = self.foreseen + self.unforeseen
+        return self.foreseen / guessed if guessed else None
+
+    @property
     def hit_rate(self) -> float:
         """Share of wanted experts that were in a slot; 1 where nothing was streamed."""
         return hit_rate(self.hits, self.misses)
 
     def as_dict(self) -> dict[str, Any]:
-        sums = {name: getattr(self, name) for name in ("hits", "misses", "evictions", "bytes_read", "hit_rate")}
+        sums = {name: getattr(self, name) for name in _SUMS}
         prefixes = None if self.prefixes is None else self.prefixes.as_dict()
         events = [event.as_dict() for event in self.memory_events]
         return {

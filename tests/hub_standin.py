@@ -105,20 +105,23 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self.fail(404, "EntryNotFound")
         raw = file.read_bytes()
-        start = 0
+        size = self.hub.pretend_sizes.get(file.name, len(raw))
+        start, end = 0, size
         if asked := self.headers.get("Range"):
-            start = int(asked.removeprefix("bytes=").split("-")[0])
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(self.hub.pretend_sizes.get(file.name, len(raw)) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(raw) - 1}/{len(raw)}")
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(size, int(last) + 1) if last else size
+        partly = (start, end) != (0, size)
+        self.send_response(206 if partly else 200)
+        self.send_header("Content-Length", str(end - start))
+        if partly:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{_etag(file)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if not send_body:
             return None
-        body = raw[start:]
+        body = raw[start:end]
         if file.name == self.hub.broken_file:
             body = body[: len(body) // 2]
             self.close_connection = True

@@ -31,7 +31,7 @@ from mlxmoe import (
 )
 from mlxmoe.experts import bank as bank_module
 from mlxmoe.experts.bank import ExpertBank
-from mlxmoe.experts.layer import switch_modules
+from mlxmoe.experts.switch import switch_modules
 from mlxmoe.memory.guard import GuardTimes
 from mlxmoe.memory.reading import MemoryReader, Pressure
 
@@ -269,7 +269,7 @@ def test_a_resize_beyond_the_memory_budget_is_refused(tiny: Path) -> None:
 def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
     with load(tiny, experts="50%") as engine:
         reader, heard = engine._experts._reader, []
-        preadv = reader._preadv
+        preadv = reader._queue._preadv
 
         def reading(*args: Any) -> int:
             try:
@@ -278,7 +278,7 @@ def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
                 heard.append(error)
             return preadv(*args)
 
-        reader._preadv = reading
+        reader._queue._preadv = reading
         assert engine.generate([5, 6, 7], max_tokens=3)
         assert heard
 
@@ -287,7 +287,7 @@ def test_closing_or_asking_within_a_step_is_refused_and_hangs_nothing(tiny: Path
     """What a signal handler may do in the middle of a step, while another thread waits to resize."""
     with load(tiny, experts="50%") as engine:
         reader, heard, memories = engine._experts._reader, [], []
-        preadv = reader._preadv
+        preadv = reader._queue._preadv
         others: list[threading.Thread] = []
 
         def reading(*args: Any) -> int:
@@ -302,9 +302,9 @@ def test_closing_or_asking_within_a_step_is_refused_and_hangs_nothing(tiny: Path
                 heard.append(use)
             return preadv(*args)
 
-        reader._preadv = reading
+        reader._queue._preadv = reading
         assert len(list(engine.stream([5, 6, 7], max_tokens=3))) == 3
-        reader._preadv = preadv
+        reader._queue._preadv = preadv
         others[0].join(10)
         assert heard
         assert memories

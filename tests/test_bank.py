@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.bank import ExpertBank, Home
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import read_header
 
 EXPERTS = 8
@@ -71,11 +72,18 @@ def full_bank(layer: Layer) -> ExpertBank:
 
 
 def use(bank: ExpertBank, sequence: list[int]) -> None:
-    last_use = {expert: position for position, expert in enumerate(sequence)}
-    for wave in bank.waves(last_use):
-        bank.admit(wave, last_use)
+    """One call whose tokens want one expert each, each wave computed as soon as it is there."""
+    waves = bank.want(sequence, top_k=1)
+    fetched = 0
+    for number, wave in enumerate(waves):
+        while fetched < min(number + 2, len(waves)) and bank.fetch(waves[fetched]):
+            fetched += 1
+        assert fetched > number, "there is always room for the next wave once all before it have computed"
+        bank.arrive(wave)
         assert all(0 <= slot < bank.slots for slot in bank.slots_of(wave))
         check(bank)
+        bank.computed(wave)
+    bank.used()
 
 
 def check(bank: ExpertBank, layer: Layer | None = None) -> None:
@@ -99,11 +107,11 @@ def _originals(layer: Layer) -> None:
 
 @given(slots=st.integers(1, EXPERTS), sequences=st.lists(st.lists(st.integers(0, 7), min_size=1), max_size=8))
 def test_slots_hold_what_they_claim(layer: Layer, slots: int, sequences: list[list[int]]) -> None:
-    bank = layer.bank(slots)
+    bank, wanted = layer.bank(slots), set[int]()
     for sequence in sequences:
         use(bank, sequence)
-        recent = list(dict.fromkeys(reversed(sequence)))[: slots // 2]
-        assert set(recent) <= set(bank.resident), "what was wanted last is still there"
+        wanted.update(sequence)
+        assert len(bank.resident) == min(slots, len(wanted)), "no slot is left empty"
 
 
 @given(
@@ -180,9 +188,9 @@ def test_slots_hold_what_they_claim_whatever_the_bank_is_resized_to(
         check(bank)
         assert bank.slots == size
         assert bank.nbytes == size * bank.expert_bytes == sum(array.nbytes for array in bank.arrays.values())
-        assert list(bank.resident) == before[-size:], "the least recently used lost their slots, the order is kept"
+        assert list(bank.resident) == before[-size:], "those worth least lost their slots, the order is kept"
         use(bank, [expert])
-        assert list(bank.resident)[-1] == expert
+        assert expert in bank.resident
     assert sorted(bank.resident.values()) == sorted(set(bank.resident.values()))
 
 
@@ -230,11 +238,34 @@ def test_a_failed_fill_leaves_no_lie_behind(layer: Layer) -> None:
 
 def test_ages_say_how_long_each_slot_was_not_used(layer: Layer) -> None:
     bank = layer.bank(4)
-    for experts in ([0, 1], [1], [2]):
+    for experts in ([0, 1], *[[1]] * 40, [2]):
         use(bank, experts)
-    assert bank.ages == [4, 2, 1, 0]
-    bank.resize(3)
-    assert bank.ages == [2, 1, 0]
+    assert list(bank.resident) == [0, 2, 1], "1 is worth most"
+    assert bank.ages == [43, 41, 1, 0], "but 2 was used last"
+    bank.resize(2)
+    assert bank.ages == [1, 0]
+
+
+def test_what_an_expert_is_worth_outlives_its_slot(layer: Layer) -> None:
+    bank = layer.bank(2)
+    for experts in (*[[0]] * 60, [1, 2], [0], [2]):
+        use(bank, experts)
+    assert set(bank.resident) == {0, 2}, "0 lost its slot to 1 and 2, and 1 gave it back"
+    use(bank, [3])
+    assert set(bank.resident) == {0, 3}, "though 2 was used later than 0"
+
+
+def test_a_resize_keeps_what_each_expert_is_worth(layer: Layer) -> None:
+    bank = layer.bank(3)
+    for experts in ([0], [0], [1], [2]):
+        use(bank, experts)
+    order = list(bank.resident)
+    bank.resize(4)
+    assert list(bank.resident) == order
+    bank.clear()
+    use(bank, [1])
+    use(bank, [0])
+    assert list(bank.resident) == [1, 0]
 
 
 def test_counters_count(layer: Layer) -> None:

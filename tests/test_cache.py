@@ -15,7 +15,7 @@ from tiny import QWEN3_MOE, make_tiny
 
 from mlxmoe.decode import Decoder
 from mlxmoe.errors import CheckpointReadError, UnsupportedModelError
-from mlxmoe.experts.layer import switch_modules
+from mlxmoe.experts.switch import switch_modules
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import divide_slots
 
@@ -95,8 +95,8 @@ def test_what_was_not_used_for_the_longest_goes_first(tiny: Path) -> None:
             for layer in experts.layers:
                 bank = experts.streams[layer.path].bank
                 wanted = list(bank.resident)[-1:] if layer == cold else list(bank.resident)
-                last_use = {expert: position for position, expert in enumerate(wanted)}
-                bank.admit(bank.waves(last_use)[0], last_use)
+                assert len(bank.want(wanted, len(wanted))) == 1, "all are there"
+                bank.used()
         before = experts.slots
         after = experts.shrunk(3 * cold.expert_bytes)
         assert after == {**before, cold.path: before[cold.path] - 3}
@@ -141,10 +141,10 @@ def test_a_read_that_fails_while_a_layer_becomes_whole_leaves_it_streaming(tiny:
     with loaded(tiny, "50%") as (model, decoder):
         experts = model.experts
         reader, everything = experts._reader, {layer.path: layer.num_experts for layer in experts.layers}
-        preadv, reader._preadv = reader._preadv, lambda *_: 0
+        preadv, reader._queue._preadv = reader._queue._preadv, lambda *_: 0
         with pytest.raises(CheckpointReadError, match="ended"):
             experts.resize(everything)
-        reader._preadv = preadv
+        reader._queue._preadv = preadv
         assert experts.streams
         assert mx.array_equal(decoder.logits(TOKENS, decoder.new_cache()), stock[0])
         experts.resize(everything)

@@ -268,8 +268,8 @@ def test_a_signal_handler_that_calls_the_engine_is_refused_and_nothing_hangs(dem
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        preadv = demo._experts._reader._preadv
-        demo._experts._reader._preadv = lambda *args: (signal.raise_signal(signal.SIGUSR1), preadv(*args))[1]
+        preadv = demo._experts._reader._queue._preadv
+        demo._experts._reader._queue._preadv = lambda *args: (signal.raise_signal(signal.SIGUSR1), preadv(*args))[1]
         assert demo.generate("In the", max_tokens=2)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -15,14 +15,14 @@ FLOORS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["verify", "engine", "doctor"],
+    ["verify", "engine", "doctor", "tuning"],
     ["session"],
     ["reply", "loading"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
     ["memory"],
-    ["errors", "beginning"],
+    ["errors", "beginning", "writing"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}
 

@@ -14,17 +14,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxmoe.experts.bank import ExpertBank
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import (
-    ExpertStream,
-    Listening,
-    Passes,
-    compute_from,
-    expert_arrays,
-    expert_homes,
-    switch_modules,
-)
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.layer import ExpertStream, Passes, compute_from
+from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import read_header
+from mlxmoe.experts.switch import Listening, expert_arrays, expert_homes, switch_modules
 
 EXPERTS, WIDTH, TOP_K = 8, 64, 3
 

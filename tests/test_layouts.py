@@ -15,9 +15,9 @@ from tiny import make_tiny, save
 
 from mlxmoe import CheckpointError, UnsupportedModelError, load
 from mlxmoe.decode import Decoder
-from mlxmoe.experts.layer import switch_modules
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.experts.safetensors import read_checkpoint
+from mlxmoe.experts.switch import switch_modules
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.registry import FUSED, PER_EXPERT

@@ -7,17 +7,27 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import CheckpointReadError
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor, Piece, split_evenly
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.reader import PIECE_BYTES, ExpertReader, Piece
 from mlxmoe.experts.safetensors import FileState
 
 SIZE = 3_000_000
+
+
+@pytest.fixture(autouse=True)
+def _threads_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what one thread would rather read alone."""
+    monkeypatch.setattr("mlxmoe.experts.reader.ALONE_S", 0.0)
 
 
 @pytest.fixture
@@ -53,41 +63,130 @@ def test_short_reads_are_continued(file: Path) -> None:
     assert target == file.read_bytes()
 
 
+def test_short_reads_that_end_between_two_neighbours_are_continued(file: Path) -> None:
+    calls = []
+
+    def a_little(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return os.preadv(descriptor, [*buffers[:1], *(buffer[:7] for buffer in buffers[1:2])], offset)
+
+    target = bytearray(SIZE)
+    ExpertReader(state(file), preadv=a_little).read(pieces(file, target, 300)[::-1])
+    assert target == file.read_bytes()
+    assert calls[0] == 300, "neighbours are read by one call"
+
+
 def test_large_pieces_are_cut_for_all_threads(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(os.urandom(20_000_000))
     sizes: list[int] = []
 
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        sizes.append(len(buffers[0]))
+        sizes.append(sum(map(len, buffers)))
         return os.preadv(descriptor, buffers, offset)
 
     target = bytearray(20_000_000)
     ExpertReader(state(path), preadv=preadv).read(pieces(path, target, 1))
     assert target == path.read_bytes()
-    assert max(sizes) <= 4 * 2**20
+    assert max(sizes) <= PIECE_BYTES == 4 * 2**20
     assert len(sizes) == 5
 
 
-def test_a_read_cut_short_is_waited_for_by_the_next(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C ends even the wait for the threads: none of them may write once the next read has begun."""
-    late = threading.Event()
-    first = [True]
+def scattered(file: Path, target: bytearray, count: int) -> list[Piece]:
+    """Every other of the pieces, which therefore are no neighbours: each is a read of its own."""
+    return pieces(file, target, 2 * count)[::2]
 
-    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if first[0] and threading.current_thread() is not threading.main_thread():
-            late.wait(5)
+
+class Slow:
+    """A preadv whose calls in the reader's threads wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go, self.begun = threading.Event(), threading.Semaphore(0)
+        self.order: list[int] = []
+
+    def __call__(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        self.order.append(offset)
+        if threading.current_thread() is not threading.main_thread():
+            self.begun.release()
+            assert self.let_go.wait(5)
         return os.preadv(descriptor, buffers, offset)
 
-    reader, target = ExpertReader(state(file), preadv=preadv), bytearray(SIZE)
+
+def test_a_read_that_was_cut_short_is_settled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C ends even the wait for the threads: none of them may write once everything is settled."""
+    slow = Slow()
+    reader, target = ExpertReader(state(file), preadv=slow), bytearray(SIZE)
+    read = reader.start(scattered(file, target, 8))
+    assert all(slow.begun.acquire(timeout=5) for _ in range(4))
     with monkeypatch.context() as patch:
-        patch.setattr("mlxmoe.experts.checkpoint.wait", interrupt)
+        patch.setattr(reader._queue, "wait_for", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            reader.read(pieces(file, target, 4))
-    first[0] = False
-    threading.Timer(0.1, late.set).start()
-    reader.read([Piece(file, 0, memoryview(target)[:10])])
-    assert late.is_set(), "the next read waited for the threads that were still writing"
+            read.wait()
+    threading.Timer(0.1, slow.let_go.set).start()
+    reader.settle()
+    assert slow.let_go.is_set(), "it waited for the threads that were still writing"
+    after = bytes(target)
+    reader.close()
+    assert bytes(target) == after
+
+
+def test_what_is_waited_for_is_read_before_what_was_begun_early(file: Path) -> None:
+    slow = Slow()
+    reader, target = ExpertReader(state(file), threads=1, preadv=slow), bytearray(SIZE)
+    parts = scattered(file, target, 6)
+    early = [reader.start(parts[n : n + 1], early=True) for n in range(3)]
+    assert slow.begun.acquire(timeout=5)
+    demand = reader.start(parts[3:])
+    early[2].hurry()
+    slow.let_go.set()
+    demand.wait()
+    for read in early:
+        read.wait()
+    order = [[part.offset for part in parts].index(offset) for offset in slow.order]
+    assert order[0] == 0, "it had begun"
+    assert order.index(1) > max(order.index(n) for n in (3, 4, 5)), order
+    assert order.index(2) < order.index(1), "it was in a hurry"
+    assert all(part.target == file.read_bytes()[part.offset :][: len(part.target)] for part in parts)
+    reader.close()
+
+
+def test_a_dropped_read_writes_no_more(file: Path) -> None:
+    slow = Slow()
+    reader, target = ExpertReader(state(file), threads=2, preadv=slow), bytearray(SIZE)
+    parts = scattered(file, target, 6)
+    read = reader.start(parts, early=True)
+    assert all(slow.begun.acquire(timeout=5) for _ in range(2))
+    threading.Timer(0.1, slow.let_go.set).start()
+    assert read.drop() == sum(len(part.target) for part in parts[2:])
+    assert slow.let_go.is_set(), "two had begun"
+    assert read.failed
+    assert not read.ready
+    after = bytes(target)
+    reader.close()
+    assert bytes(target) == after
+    assert len(slow.order) == 2
+
+
+def test_a_reader_that_was_forgotten_ends_its_threads(file: Path) -> None:
+    gc.collect()
+    before = resources()
+    reader = ExpertReader(state(file))
+    reader.read(scattered(file, bytearray(SIZE), 8))
+    assert resources() > before
+    del reader
+    gc.collect()
+    assert resources() == before
+
+
+def test_where_no_thread_can_be_had_whoever_waits_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    reader, target = ExpertReader(state(file)), bytearray(SIZE)
+    early = reader.start(pieces(file, target, 3), early=True)
+    assert not early.ready
+    early.wait()
     assert target == file.read_bytes()
 
 
@@ -98,9 +197,7 @@ def interrupt(*_: object) -> None:
 def test_it_opens_files_as_macos_wants_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr(
-        "mlxmoe.experts.checkpoint.fcntl.fcntl", lambda _, command, value: calls.append((command, value))
-    )
+    monkeypatch.setattr("mlxmoe.experts.reader.fcntl.fcntl", lambda _, command, value: calls.append((command, value)))
     target = bytearray(SIZE)
     ExpertReader(state(file)).read(pieces(file, target, 1))
     assert calls == [(45, 0)], "F_RDAHEAD off"
@@ -117,7 +214,7 @@ def test_a_failing_read_says_where_and_the_next_one_works(file: Path) -> None:
 
     reader, target = ExpertReader(state(file), preadv=preadv), bytearray(SIZE)
     with pytest.raises(CheckpointReadError, match=rf"{file.name} failed: Input/output error"):
-        reader.read(pieces(file, target, 4))
+        reader.read(scattered(file, target, 4))
     failing[0] = False
     reader.read(pieces(file, target, 4))
     assert target == file.read_bytes()
@@ -134,7 +231,7 @@ def test_no_thread_writes_after_a_failed_read_returned(file: Path) -> None:
 
     target = bytearray(SIZE)
     with pytest.raises(CheckpointReadError):
-        ExpertReader(state(file), preadv=preadv).read(pieces(file, target, 4))
+        ExpertReader(state(file), preadv=preadv).read(scattered(file, target, 4))
     after = bytes(target)
     slow.wait(0.2)
     assert bytes(target) == after
@@ -186,7 +283,7 @@ def test_close_ends_threads_and_files(file: Path) -> None:
     reader = ExpertReader(state(file))
     gc.collect()  # other tests' readers
     before = resources()
-    reader.read(pieces(file, bytearray(SIZE), 8))
+    reader.read(scattered(file, bytearray(SIZE), 8))
     during = resources()
     reader.close()
     reader.close()
@@ -200,12 +297,35 @@ def resources() -> tuple[int, int]:
     return sum("mlxmoe-read" in t.name for t in threading.enumerate()), len(os.listdir("/dev/fd"))
 
 
-@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=30), shares=st.integers(1, 5))
-def test_shares_hold_every_piece_once_and_are_even(sizes: list[int], shares: int) -> None:
-    dealt = split_evenly([Piece(Path("x"), n, memoryview(bytearray(size))) for n, size in enumerate(sizes)], shares)
-    assert sorted(piece.offset for share in dealt for piece in share) == list(range(len(sizes)))
-    loads = [sum(len(piece.target) for piece in share) for share in dealt]
-    assert max(loads) - min(loads) <= max(sizes)
+@given(
+    cuts=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    left_out=st.sets(st.integers(0, 29)),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_piece_is_read_once_and_neighbours_together(cuts: list[int], left_out: set[int], order: Random) -> None:
+    whole = bytes(range(256)) * 6
+    ends = list(accumulate(cuts))
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxmoe.experts.reader.PIECE_BYTES", 64)
+        path, calls = Path(folder) / "data", []
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            calls.append((offset, sum(map(len, buffers))))
+            return os.preadv(descriptor, buffers, offset)
+
+        path.write_bytes(whole)
+        parts = [
+            Piece(path, end - size, memoryview(bytearray(size)))
+            for n, (end, size) in enumerate(zip(ends, cuts, strict=True))
+            if n not in left_out
+        ]
+        order.shuffle(parts)
+        reader = ExpertReader(state(path), preadv=preadv)
+        reader.read(parts)
+        reader.close()
+    assert all(bytes(part.target) == whole[part.offset :][: len(part.target)] for part in parts)
+    assert sum(size for _, size in calls) == sum(len(part.target) for part in parts)
+    assert all(size <= 64 for _, size in calls)
 
 
 def test_stacked_experts_lie_one_behind_the_other() -> None:

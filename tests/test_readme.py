@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -43,9 +44,10 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_runs(command: str) -> None:
+def test_a_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
     line = f"{sys.executable} -m {command}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}  # what one keeps changes no other
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -69,7 +71,7 @@ def test_names_in_the_readme_exist() -> None:
 
 
 def test_every_option_that_the_readme_shows_exists() -> None:
-    for command in ("generate", "chat", "verify", "models", "doctor"):
+    for command in ("generate", "chat", "verify", "models", "doctor", "profile", "plan"):
         text = subprocess.run(
             [sys.executable, "-m", "mlxmoe", command, "--help"],
             capture_output=True,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlxmoe import SavedStateError, TornStateError
+from mlxmoe import SavedStateError, TornStateError, writing
 from mlxmoe.kv import file as files
 from mlxmoe.kv.file import read_facts, read_states, write_states
 from mlxmoe.kv.packing import Packing
@@ -56,8 +56,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         named = os.readlink(f"/proc/self/fd/{descriptor}") if os.path.isdir("/proc") else ""
         log.append((kind, not named.endswith(".part")))
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    monkeypatch.delattr(files.fcntl, "F_FULLFSYNC", raising=False)
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    monkeypatch.delattr(writing.fcntl, "F_FULLFSYNC", raising=False)
     return log
 
 
@@ -80,8 +80,8 @@ def test_a_folder_that_cannot_be_put_on_the_drive_is_no_file_that_was_not_writte
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    monkeypatch.delattr(files.fcntl, "F_FULLFSYNC", raising=False)
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    monkeypatch.delattr(writing.fcntl, "F_FULLFSYNC", raising=False)
     with pytest.raises(SavedStateError, match=r"is written and took its place, but .* \(Input/output error\)"):
         write_states(tmp_path / "state", {"what": "new"}, seen())
     assert read_states(tmp_path / "state")[0] == {"what": "new"}

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from checkpoint_writer import FolderError, new_folder, write_json, write_weights
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
@@ -56,6 +57,7 @@ class Sizes:
     group_size: int = 64
     shards: int = 4
     seed: int = 0
+    neighbours: float = 0.0  # correlation of the embeddings of tokens t and t + 1: they share experts accordingly
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -65,6 +67,8 @@ class Sizes:
                 f"--hidden {self.hidden}, --heads {self.heads}, --kv-heads {self.kv_heads}: "
                 "each must divide by the next."
             )
+        if not 0 <= self.neighbours < 1:
+            raise ValueError(f"--neighbours {self.neighbours} must lie between 0 and 1.")
         for name in ("hidden", "intermediate"):
             if self.bits is not None and getattr(self, name) % self.group_size:
                 raise ValueError(f"--{name} {getattr(self, name)} must divide by --group-size {self.group_size}.")
@@ -126,10 +130,22 @@ TYPES = {
 # --- weights ----------------------------------------------------------------------------------------------
 
 
-def random_weights(model: nn.Module, seed: int) -> list[tuple[str, mx.array]]:
+def random_weights(model: nn.Module, seed: int, neighbours: float = 0.0) -> list[tuple[str, mx.array]]:
     """A lazy float32 array for each of the model's parameters; a name and a seed always give the same one."""
     layers = len(model.layers)
-    return [(name, random_array(name, array.shape, layers, seed)) for name, array in tree_flatten(model.parameters())]
+    weights = {name: random_array(name, a.shape, layers, seed) for name, a in tree_flatten(model.parameters())}
+    if neighbours:
+        (name,) = (name for name in weights if "embed_tokens" in name)
+        weights[name] = correlated(weights[name], neighbours)
+    return list(weights.items())
+
+
+def correlated(rows: mx.array, correlation: float) -> mx.array:
+    """Rows of the same variance of which each correlates with the next (a first-order autoregression)."""
+    chain = np.array(rows)
+    for row in range(1, len(chain)):
+        chain[row] = correlation * chain[row - 1] + (1 - correlation**2) ** 0.5 * chain[row]
+    return mx.array(chain)
 
 
 def random_array(name: str, shape: tuple[int, ...], layers: int, seed: int) -> mx.array:
@@ -167,7 +183,7 @@ def build(folder: Path, model_type: str, sizes: Sizes, layout: str, tokenizer_id
     config |= tokenizer_ids | definition.config(sizes)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     model = module.Model(module.ModelArgs.from_dict(config))
-    model.load_weights(random_weights(model, sizes.seed), strict=True)
+    model.load_weights(random_weights(model, sizes.seed, sizes.neighbours), strict=True)
     if sizes.bits is not None:
         model, config = quantize_model(model, config, sizes.group_size, sizes.bits)
     tensors = dict(tree_flatten(model.parameters()))
@@ -216,7 +232,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="per-expert: one float32 tensor per expert, as Hugging Face has it",
     )
     for field in fields(Sizes):
-        kind = parse_bits if field.name == "bits" else int
+        kind = {"bits": parse_bits, "neighbours": float}.get(field.name, int)
         parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, default=DEMO, help="model folder to copy it from")
     parser.add_argument("--force", action="store_true", help="replace a model folder that is there")

@@ -71,6 +71,9 @@ KVBits = Annotated[
 Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
+Warm = Annotated[
+    bool, typer.Option("--warm/--no-warm", help="Fill the expert slots while loading, or as experts are asked for.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens in the reply.")]
 Temperature = Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]

@@ -15,6 +15,8 @@ from mlxmoe.cli.chat import chat
 from mlxmoe.cli.doctor import doctor
 from mlxmoe.cli.generate import generate
 from mlxmoe.cli.models import models
+from mlxmoe.cli.plan import plan
+from mlxmoe.cli.profile import profile
 from mlxmoe.cli.verify import verify
 
 app = typer.Typer(
@@ -42,6 +44,8 @@ app.command()(chat)
 app.command()(verify)
 app.command()(models)
 app.command()(doctor)
+app.command()(profile)
+app.command()(plan)
 
 
 def main() -> None:

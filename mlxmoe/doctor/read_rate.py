@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxmoe.experts.checkpoint import PIECE_BYTES, READ_THREADS, open_for_scattered_reads
+from mlxmoe.experts.reader import PIECE_BYTES, READ_THREADS, open_for_scattered_reads
 from mlxmoe.experts.safetensors import Checkpoint, TensorInfo
 
 MEASURE_S = 2.0

@@ -7,14 +7,16 @@ layer's own module holds them, so that what computes and what is written to cann
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor, Piece
-from mlxmoe.experts.policy import LRU, plan_waves
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.policy import LRFU, plan_waves
+from mlxmoe.experts.reader import ExpertReader, Piece, Read
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -24,12 +26,20 @@ EMPTY = -1
 
 @dataclass(slots=True)
 class BankCounters:
-    """What one bank did so far. A hit or a miss is counted once for each expert and call that wants it."""
+    """What one bank did so far. A hit or a miss is counted once for each expert and call that wants it.
+
+    `foreseen`: experts wanted by calls that lookahead had guessed for, and named; `unforeseen`: those it had not.
+    `early_bytes`: read before they were asked for, beside `bytes_read`; `early_useful_bytes`: then asked for next.
+    """
 
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     bytes_read: int = 0
+    early_bytes: int = 0
+    early_useful_bytes: int = 0
+    foreseen: int = 0
+    unforeseen: int = 0
 
 
 class Home(NamedTuple):
@@ -67,8 +77,14 @@ class ExpertBank:
         self._homes = dict(homes)
         self._tensors = [tensors[name] for name in homes]
         self._reader = reader
-        self._policy = LRU()
+        self._policy = LRFU()
+        self._changing = True
         self._views: list[list[memoryview]] = []
+        self._coming: dict[int, tuple[int, Read]] = {}  # experts being read: the slot, and the read
+        self._wanted: list[int] = []  # of the call under way
+        self._free: list[int] = []
+        self._guessed: frozenset[int] = frozenset()  # what the next call was expected to want
+        self._needed: set[int] = set()  # those of it whose slots may not be overwritten yet
         if slots is not None:
             for home in homes.values():
                 array = home.array
@@ -95,7 +111,7 @@ class ExpertBank:
 
     @property
     def resident(self) -> dict[int, int]:
-        """Who is where: expert -> slot, the least recently used first."""
+        """Who is where: expert -> slot, the first to give it up first."""
         return {expert: self._slot_of[expert] for expert in self._policy}
 
     @property
@@ -103,56 +119,106 @@ class ExpertBank:
         """For each slot how many calls ago it was last used, the oldest first; an empty one is older than all."""
         now = self._policy.calls
         used = [now - call for call in self._policy.last_calls.values()]
-        return [now + 1] * (self.slots - len(used)) + used
+        return [now + 1] * (self.slots - len(used)) + sorted(used, reverse=True)
 
     def slots_of(self, experts: Sequence[int]) -> list[int]:
         """The slot of each of `experts`, which must all have been admitted by the wave at hand."""
         slot_of = self._slot_of
         return [slot_of[expert] for expert in experts]
 
-    def waves(self, last_use: Mapping[int, int]) -> list[list[int]]:
-        """Cut the wanted experts (expert -> last position that wants it) into waves that fit; counts hits."""
+    def want(self, experts: Sequence[int], top_k: int) -> list[list[int]]:
+        """A call wants these experts, `top_k` for each token in turn. Returns them in waves; counts hits.
+
+        Until `used` the call goes on: `fetch` and `arrive` see to one wave after the other, `computed` to its slots.
+        However that ends (a failed read, Ctrl-C), no slot claims bytes that it does not hold.
+        """
         if self._changing:
             self._recover()
-        self._policy.calls += 1
-        waves = plan_waves(last_use, self._policy, self.slots)
+        self._changing = True
+        self._policy.count(experts, top_k)
+        last_use = dict(zip(experts, count()))
+        self._wanted, self._needed = list(last_use), set(last_use)
+        if self._coming:
+            self._take_in()
+        if self._guessed:
+            foreseen = sum(expert in self._guessed for expert in last_use)
+            self.counters.foreseen += foreseen
+            self.counters.unforeseen += len(last_use) - foreseen
+            self._guessed = frozenset()
+        waves = plan_waves(last_use, self._policy, self._coming, self.slots)
         hits = sum(expert in self._policy for expert in last_use)
         self.counters.hits += hits
         self.counters.misses += len(last_use) - hits
         return waves
 
-    def admit(self, wave: Sequence[int], last_use: Mapping[int, int]) -> None:
-        """Have every expert of `wave` in a slot. Overwrites slots: whatever reads them must have been evaluated.
+    def fetch(self, wave: Sequence[int]) -> bool:
+        """Begin to read what of `wave` has no slot. False, and nothing happens, as long as there is no room for it.
 
-        However this ends (a failed read, Ctrl-C), no slot claims bytes that it does not hold.
-        Raises CheckpointReadError.
+        Overwrites slots, but none of experts that the call still needs: whatever else reads slots must have been
+        evaluated. Raises CheckpointReadError.
         """
-        self._changing = True
-        missing = [expert for expert in wave if expert not in self._policy]
-        if missing:
-            self._make_room(len(missing), wave)
-            targets = self._free[: len(missing)]
-            self._reader.read(self._pieces(missing, targets))
-            del self._free[: len(missing)]
-            for expert, slot in zip(missing, targets, strict=True):
-                self._slot_of[expert] = slot
-            self.counters.bytes_read += len(missing) * self.expert_bytes
-        if len(wave) == len(last_use):
-            self._policy.touch(wave)
-        else:  # of several waves: those already computed give way by their last use, not by their wave
-            present = [expert for expert in self._policy if expert in last_use]
-            self._policy.touch(sorted({*present, *wave}, key=last_use.__getitem__))
+        missing = [expert for expert in wave if expert not in self._policy and expert not in self._coming]
+        if not missing:
+            return True
+        if not self._make_room(len(missing)):
+            return False
+        slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
+        read = self._reader.start(self._pieces(missing, slots))
+        self._coming.update(zip(missing, ((slot, read) for slot in slots), strict=True))
+        self.counters.bytes_read += len(missing) * self.expert_bytes
+        return True
+
+    def arrive(self, wave: Sequence[int]) -> None:
+        """Wait until every expert of `wave`, which was fetched, is in its slot. Raises CheckpointReadError."""
+        arrived = [expert for expert in wave if expert in self._coming]
+        for expert in arrived:
+            self._coming[expert][1].wait()
+        self._settle_in(arrived)
+
+    def computed(self, wave: Sequence[int]) -> None:
+        """The call needs the slots of `wave` no more: what reads them was evaluated."""
+        self._needed.difference_update(wave)
+
+    def used(self) -> None:
+        """The call is over, and all its experts that are here were used."""
+        self._policy.touch([expert for expert in self._wanted if expert in self._policy])
+        self._wanted, self._needed = [], set()
         self._changing = False
 
+    def expect(self, experts: Iterable[int]) -> None:
+        """Begin to read those of `experts` that are not here, because the next call will probably want them.
+
+        As `fetch`, between two calls. What else reads slots must have been evaluated.
+        """
+        if self._changing:
+            self._recover()
+        self._changing = True
+        self._needed, self._guessed = set(experts), frozenset(experts)
+        missing = [expert for expert in self._needed if expert not in self._policy and expert not in self._coming]
+        self._make_room(len(missing))
+        for expert in missing[: len(self._free)]:
+            slot = self._free.pop()
+            self._coming[expert] = slot, self._reader.start(self._pieces([expert], [slot]), early=True)
+            self.counters.early_bytes += self.expert_bytes
+        self._changing = False
+
+    def await_early(self) -> None:
+        """Between two calls: have nothing under way any more."""
+        if self._changing:
+            self._recover()
+        if self._coming:
+            self._changing, self._needed = True, set()
+            self._take_in()
+            self._changing = False
+
     def resize(self, slots: int) -> None:
-        """Have `slots` slots; the least recently used experts lose theirs. Nothing unevaluated may read the arrays.
+        """Have `slots` slots; the experts worth least lose theirs. Nothing unevaluated may read the arrays.
 
         With a slot for each expert, expert n goes to slot n. One array is replaced after the other, so what is needed
         beside the bank is one array. However this ends, no slot claims bytes that it does not hold.
         """
         assert 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
-        if self._changing:
-            self._recover()
+        self.await_early()
         old, last_calls = self.resident, self._policy.last_calls
         kept = list(old)[max(0, len(old) - slots) :]
         new = self._targets({expert: old[expert] for expert in kept}, slots)
@@ -166,13 +232,16 @@ class ExpertBank:
         self._hold(new, {expert: last_calls[expert] for expert in kept})
         self._changing = False
 
-    def fill(self) -> None:
-        """Read experts that have no slot into the free ones; they are the least recently used.
+    def fill(self, order: Sequence[int] | None = None) -> None:
+        """Read experts that have no slot into free ones, as many of `order` (by default all) as there is room for.
 
-        Raises CheckpointReadError.
+        They are the oldest. Raises CheckpointReadError.
         """
-        missing = [expert for expert in range(self.num_experts) if expert not in self._policy]
-        targets = dict(zip(missing, sorted(self._free), strict=False))
+        self.await_early()
+        order = range(self.num_experts) if order is None else order
+        missing = [expert for expert in order if expert not in self._policy][: len(self._free)]
+        slots = dict(zip(sorted(missing), sorted(self._free), strict=False))  # with room for all: n goes to slot n
+        targets = {expert: slots[expert] for expert in missing}
         self._reader.read(self._pieces(list(targets), list(targets.values())))
         self._changing = True  # until here only slots of nobody were written to
         self.counters.bytes_read += len(targets) * self.expert_bytes
@@ -181,6 +250,7 @@ class ExpertBank:
 
     def clear(self) -> None:
         """Forget every expert; the memory stays."""
+        self._reader.settle()
         self._forget()
         self._changing = False
 
@@ -202,21 +272,24 @@ class ExpertBank:
 
         Arrays that it left longer than others are cut: kernels want them to have one number of slots.
         """
+        self._reader.settle()
         count = min(home.array.shape[0] for home in self._homes.values())
         for home in self._homes.values():
             if home.array.shape[0] > count:
                 self._views.clear()
                 home.owner[home.key] = _rows(home.array, {}, count)
         self._bind()
-        self.clear()
+        self._forget()
+        self._changing = False
 
     def _forget(self) -> None:
         self._policy.clear()
+        self._coming, self._wanted, self._needed = {}, [], set()
         self._slot_of = [EMPTY] * self.num_experts
         self._free = list(range(self.slots))
 
     def _hold(self, slots: Mapping[int, int], last_calls: Mapping[int, int]) -> None:
-        """Say who is where and when each was last used, the least recently used first."""
+        """Say who is where and when each was last used."""
         self._forget()
         for expert, slot in slots.items():
             self._slot_of[expert] = slot
@@ -230,13 +303,41 @@ class ExpertBank:
         free = iter(sorted(set(range(slots)) - set(slot_of.values())))
         return {expert: slot if slot < slots else next(free) for expert, slot in slot_of.items()}
 
-    def _make_room(self, count: int, keep: Sequence[int]) -> None:
+    def _take_in(self) -> None:
+        """See to what was read early: what has come or is needed stays, of the others no thread reads on."""
+        for expert, (slot, read) in list(self._coming.items()):
+            needed = expert in self._needed
+            if read.ready:
+                self._settle_in([expert])
+                self.counters.early_useful_bytes += needed * self.expert_bytes
+            elif needed and not read.failed:
+                read.hurry()
+                self.counters.early_useful_bytes += self.expert_bytes
+                continue
+            else:
+                self.counters.early_bytes -= read.drop()
+                del self._coming[expert]
+                self._free.append(slot)
+
+    def _settle_in(self, arrived: Sequence[int]) -> None:
+        for expert in arrived:
+            self._slot_of[expert] = self._coming[expert][0]
+        self._policy.admit(arrived)
+        for expert in arrived:
+            del self._coming[expert]
+
+    def _make_room(self, count: int) -> bool:
+        """Have `count` slots free, of experts that the call needs no more. False, and nothing, if that cannot be."""
         short = count - len(self._free)
-        if short > 0:
-            for expert in self._policy.evict(short, set(keep)):
-                self._free.append(self._slot_of[expert])
-                self._slot_of[expert] = EMPTY
-            self.counters.evictions += short
+        if short <= 0:
+            return True
+        if short > len(self._policy) - sum(expert in self._policy for expert in self._needed):
+            return False
+        for expert in self._policy.evict(short, self._needed):
+            self._free.append(self._slot_of[expert])
+            self._slot_of[expert] = EMPTY
+        self.counters.evictions += short
+        return True
 
     def _pieces(self, experts: Sequence[int], slots: Sequence[int]) -> list[Piece]:
         return [

@@ -5,9 +5,11 @@ A layer with a slot for each expert is resident: it is mlx-lm's own code, and no
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -16,18 +18,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxmoe.experts.bank import BankCounters, ExpertBank
-from mlxmoe.experts.checkpoint import ExpertReader, ExpertTensor
-from mlxmoe.experts.layer import (
-    ExpertStream,
-    Listening,
-    Passes,
-    compute_from,
-    compute_whole,
-    computes_from_bank,
-    expert_homes,
-    mixed,
-)
+from mlxmoe.experts.checkpoint import ExpertTensor
+from mlxmoe.experts.layer import ExpertStream, Passes, compute_from, compute_whole, computes_from_bank
+from mlxmoe.experts.lookahead import Lookahead, LookaheadMode, Trial, routing_blocks
+from mlxmoe.experts.profile import RoutingProfile
+from mlxmoe.experts.reader import ExpertReader
+from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
+from mlxmoe.experts.switch import Listening, expert_homes, mixed
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
 
@@ -69,6 +67,10 @@ class ExpertCache:
         self._locate = locate
         self._places: Places | None = None
         self._reader = reader
+        self._lookaheads: dict[str, Lookahead] = {}
+        self._trial: Trial | None = None
+        self._recordings: tuple[Recording, ...] = ()
+        self._recordings_lock = threading.Lock()
         self._closed = False
 
     @classmethod
@@ -98,19 +100,58 @@ class ExpertCache:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
-        with self.passes.one():
+        recordings = self._recordings
+        with self.passes.one(), noting(self._modules, recordings) if recordings else nullcontext():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
+            start = time.perf_counter()
             try:
                 yield
             finally:
                 mx.eval([stream.take_pending() for stream in self.streams.values()])
+                for stream in self.streams.values():
+                    stream.bank.await_early()
+                if self._trial is not None:
+                    self._trial.note(time.perf_counter() - start)
 
     def start_streaming(self, slots: Mapping[str, int]) -> None:
         """Before any weight was read: give every layer with fewer `slots` than experts a bank, not its arrays."""
         for layer in self.layers:
             if slots[layer.path] < layer.num_experts:
                 self._stream(layer, slots[layer.path])
+        self._link()
+
+    def look_ahead(self, model: nn.Module, mode: LookaheadMode) -> None:
+        """Have each layer's experts guessed and read early: True always, "auto" while it pays, False never."""
+        with self.passes.one():
+            self._trial = Trial() if mode == "auto" else None
+            blocks = routing_blocks(model, list(self._modules)) if mode else {}
+            self._lookaheads = {
+                path: Lookahead(block, self._modules[path], self._trial) for path, block in blocks.items()
+            }
+            self._link()
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """What `fill` would read."""
+        banks = [stream.bank for stream in self.streams.values()]
+        return sum((bank.slots - len(bank.resident)) * bank.expert_bytes for bank in banks)
+
+    def fill(self, profile: RoutingProfile | None, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Read experts into every free slot: the most used by `profile`, else the first; a layer at a time.
+
+        Nobody asked for them: the counters stay as they are. `on_read`: told the bytes read so far. Raises
+        CheckpointReadError; however it ends, no slot claims bytes that it does not hold.
+        """
+        done = 0
+        with self.passes.one():
+            for path, stream in self.streams.items():
+                counters = self.counters[path]
+                before = counters.bytes_read
+                stream.bank.fill(None if profile is None else profile.order(path))
+                done += counters.bytes_read - before
+                counters.bytes_read = before
+                on_read(done)
 
     def resize(self, slots: Mapping[str, int]) -> None:
         """Have `slots` of each layer: those that shrink first. Waits for the pass under way.
@@ -128,12 +169,14 @@ class ExpertCache:
                 count, streams = slots[layer.path], layer.path in self.streams
                 if count != now[layer.path] or (streams and count == layer.num_experts):
                     self._resize(layer, count)
+            self._link()
             release_freed()
 
     def shrunk(self, nbytes: int) -> dict[str, int]:
         """Slots of each layer with `nbytes` given back, as far as one token's experts are left.
 
-        Those go first that were not used for the longest; where that says nothing, the layer with the largest share.
+        The layer whose slots were not used for the longest goes first; where that says nothing, the one with the
+        largest share. Which of its experts give up theirs is the layer's own affair.
         Of a resident layer nothing is known: its experts are taken to be as old as the others are on average.
         """
         slots = self.slots
@@ -172,6 +215,19 @@ class ExpertCache:
         with self.passes.one(), Listening(self._modules):
             yield
 
+    @contextmanager
+    def recording(self, max_tokens: int) -> Iterator[Recording]:
+        """Within this context every pass, whoever makes it, is recorded; from the next one on."""
+        recording = Recording(self.layers, max_tokens)
+        with self._recordings_lock:
+            self._recordings += (recording,)
+        try:
+            yield recording
+        finally:
+            recording.end()
+            with self._recordings_lock:
+                self._recordings = tuple(other for other in self._recordings if other is not recording)
+
     def guard_calls(self, model: nn.Module) -> None:
         """Let every call of `model` from outside of a pass be one, so that no layer is resized within it."""
         model.expert_cache = weakref.ref(self)
@@ -183,6 +239,7 @@ class ExpertCache:
         with self.passes.one():
             self._closed = True
             self._modules, self.streams, self._places, self._locate = {}, {}, None, dict
+            self._lookaheads = {}
             self._reader.close()
 
     def _slots_and_bytes(self, layer: MoeLayer) -> tuple[int, int]:
@@ -203,6 +260,18 @@ class ExpertCache:
         for path in [path for path in self.streams if not computes_from_bank(self._modules[path])]:
             del self.streams[path]
             self._modules[path].__dict__.pop("expert_stream", None)  # it holds the bank
+
+    def _link(self) -> None:
+        """Have each layer that streams guess for the next one that does."""
+        ahead: Lookahead | None = None
+        for layer in reversed(self.layers):
+            stream, lookahead = self.streams.get(layer.path), self._lookaheads.get(layer.path)
+            if lookahead is not None and stream is None:
+                lookahead.follow(None)
+            if lookahead is not None and stream is not None:
+                lookahead.follow(stream.bank, stream.take_pending)
+            if stream is not None:
+                stream.ahead, stream.foretold, ahead = ahead, lookahead, lookahead
 
     def _stream(self, layer: MoeLayer, slots: int | None) -> ExpertStream:
         """Let `layer` compute from a bank: an empty one of `slots`, or of the arrays it has."""

@@ -12,18 +12,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlxmoe.errors import RequestError
-from mlxmoe.experts.bank import ExpertBank, Home
-
-SWITCH_TYPES = (SwitchGLU, SwitchMLP)
-LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
+from mlxmoe.experts.bank import ExpertBank
+from mlxmoe.experts.lookahead import Lookahead
+from mlxmoe.experts.switch import mixed
 
 KEEP_PENDING_BYTES = 1 << 20  # a larger output is evaluated at once rather than kept until the pass is over
 
@@ -70,11 +67,16 @@ class Passes:
 
 
 class ExpertStream:
-    """How one layer computes from its bank, in as many waves as that takes."""
+    """How one layer computes from its bank, in as many waves as that takes.
+
+    `foretold`: the guesses for this layer; `ahead`: those for the next one that streams, which are made here.
+    """
 
     def __init__(self, bank: ExpertBank, passes: Passes) -> None:
         self.bank = bank
         self.passes = passes
+        self.foretold: Lookahead | None = None
+        self.ahead: Lookahead | None = None
         self._pending: list[mx.array] = []
 
     def __call__(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
@@ -96,42 +98,61 @@ class ExpertStream:
         return pending
 
     def _compute(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
-        mx.eval(indices, self.take_pending())
+        bank, top_k = self.bank, indices.shape[-1]
+        guess = [] if self.ahead is None else self.ahead.guess(x, top_k)
+        mx.eval(indices, self.take_pending(), guess)
         experts = cast(list[int], indices.flatten().tolist())
-        last_use = dict(zip(experts, count()))
-        waves = self.bank.waves(last_use)
-        if len(waves) > 1:
-            return self._in_waves(x, indices, experts, waves, last_use, forward)
-        self.bank.admit(waves[0], last_use)
-        slots = mx.array(self.bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
-        return forward(x, slots)
+        waves = bank.want(experts, top_k)
+        if self.foretold is not None:
+            self.foretold.note_call()
+        for wave in waves[:2]:
+            bank.fetch(wave)
+        if self.ahead is not None and guess:
+            self.ahead.expect(guess[0])  # behind what is waited for
+        if len(waves) == 1:
+            bank.arrive(waves[0])
+            slots = mx.array(bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
+            out = forward(x, slots)
+        else:
+            out = self._in_waves(x, indices, experts, waves, forward)
+        bank.used()
+        start_computing(out)  # while the host builds what comes next
+        return out
 
     def _in_waves(
-        self,
-        x: mx.array,
-        indices: mx.array,
-        experts: Sequence[int],
-        waves: Sequence[Sequence[int]],
-        last_use: dict[int, int],
-        forward: Forward,
+        self, x: mx.array, indices: mx.array, experts: Sequence[int], waves: Sequence[Sequence[int]], forward: Forward
     ) -> mx.array:
-        """Compute the (token, expert) pairs wave by wave and put the results back in the router's order."""
-        top_k = indices.shape[-1]
-        tokens = x.reshape(-1, x.shape[-1])
+        """Compute the (token, expert) pairs wave by wave while the next is read; results go in the router's order."""
+        bank, top_k, tokens = self.bank, indices.shape[-1], x.reshape(-1, x.shape[-1])
         wave_of = {expert: number for number, wave in enumerate(waves) for expert in wave}
         pairs_of: list[list[int]] = [[] for _ in waves]
         for pair, expert in enumerate(experts):
             pairs_of[wave_of[expert]].append(pair)
-        parts = []
-        for wave, pairs in zip(waves, pairs_of, strict=True):
-            self.bank.admit(wave, last_use)
-            slots = self.bank.slots_of([experts[pair] for pair in pairs])
+        parts: list[mx.array] = []
+        fetched = computed = 0
+        for number, (wave, pairs) in enumerate(zip(waves, pairs_of, strict=True)):
+            while fetched <= number or (fetched < len(waves) and fetched - number <= 1):
+                if bank.fetch(waves[fetched]):
+                    fetched += 1
+                elif computed < number:  # slots of what was computed are free once it really was
+                    mx.eval(parts[computed])
+                    bank.computed(waves[computed])
+                    computed += 1
+                else:
+                    break
+            bank.arrive(wave)
+            slots = bank.slots_of([experts[pair] for pair in pairs])
             rows = mx.array([pair // top_k for pair in pairs])
-            part = forward(tokens[rows], mx.array(slots, dtype=indices.dtype)[:, None])
-            mx.eval(part)  # before the next wave overwrites its slots
-            parts.append(part.squeeze(-2))
+            part = forward(tokens[rows], mx.array(slots, dtype=indices.dtype)[:, None]).squeeze(-2)
+            start_computing(part)
+            parts.append(part)
         order = mx.argsort(mx.array([pair for pairs in pairs_of for pair in pairs]))
         return mx.concatenate(parts)[order].reshape(*indices.shape, -1)
+
+
+def start_computing(*arrays: mx.array) -> None:
+    """Have MLX evaluate `arrays` without waiting for them."""
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # its stub has no types
 
 
 class _Streaming:
@@ -149,35 +170,6 @@ class _Streaming:
             return out
 
 
-class _Listening:
-    """Mixed in before the stock class: notes the shape of its indices, computes nothing, returns zeros."""
-
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        self.heard_top_k = int(indices.shape[-1])
-        return mx.zeros((*indices.shape, x.shape[-1]), dtype=x.dtype)
-
-
-def switch_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of `model` that holds routed experts, by its path, in the order of the layers."""
-    found = {path: module for path, module in model.named_modules() if isinstance(module, SWITCH_TYPES)}
-    return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
-
-
-def expert_homes(module: nn.Module) -> dict[str, Home]:
-    """Where a switch module's arrays with one row for each expert live, by their path inside the module."""
-    return {
-        f"{name}.{key}": Home(child, key)
-        for name, child in sorted(module.children().items())
-        if isinstance(child, LINEAR_TYPES)
-        for key in child.parameters()
-    }
-
-
-def expert_arrays(module: nn.Module) -> dict[str, mx.array]:
-    """The arrays of a switch module that have one row for each expert, by their path inside the module."""
-    return {name: home.array for name, home in expert_homes(module).items()}
-
-
 def compute_from(module: nn.Module, stream: ExpertStream) -> None:
     """Let `module` compute from the bank of `stream`, whose homes are in it."""
     module.expert_stream = stream
@@ -191,38 +183,3 @@ def compute_whole(module: nn.Module) -> None:
 
 def computes_from_bank(module: nn.Module) -> bool:
     return isinstance(module, _Streaming)
-
-
-class Listening:
-    """Within this context, switch modules note their top_k and compute nothing.
-
-    After a forward pass that is never evaluated, `top_k[path]` holds what each reached module heard.
-    """
-
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
-        self._classes: dict[str, type] = {}
-        self.top_k: dict[str, int] = {}
-
-    def __enter__(self) -> Listening:
-        for path, module in self._modules.items():
-            self._classes[path] = type(module)
-            module.__class__ = mixed(_Listening, type(module))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for path, module in self._modules.items():
-            module.__class__ = self._classes[path]
-            if hasattr(module, "heard_top_k"):
-                self.top_k[path] = module.heard_top_k
-                del module.heard_top_k
-
-
-def _by_number(path: str) -> list[tuple[int, str]]:
-    """Sort key that puts layer 10 behind layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
-
-
-def mixed(mixin: type, stock: type) -> type:
-    """A subclass of `stock` whose calls go through `mixin`; `stock_class` leads back."""
-    return type(f"{mixin.__name__.strip('_')}{stock.__name__}", (mixin, stock), {"stock_class": stock})

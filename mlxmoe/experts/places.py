@@ -19,8 +19,8 @@ import mlx.nn as nn
 
 from mlxmoe.errors import CheckpointError, UnsupportedModelError
 from mlxmoe.experts.checkpoint import ExpertTensor
-from mlxmoe.experts.layer import expert_arrays
 from mlxmoe.experts.safetensors import Checkpoint, TensorInfo
+from mlxmoe.experts.switch import expert_arrays
 
 _STORED_DTYPES = {
     mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",

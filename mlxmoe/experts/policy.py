@@ -5,73 +5,131 @@ Pure Python over expert ids. Knows nothing of MLX, slots' memory or files.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush, heapreplace
+
+LARGEST_WEIGHT = 2.0**500  # of a token, before values are scaled down; far from overflow
 
 
-class LRU:
-    """The experts of one layer that hold a slot, from the least to the most recently used.
+class LRFU:
+    """The experts of one layer that hold a slot, from the first to give it up to the last.
 
-    `calls`: of the layer so far; whoever uses the policy counts them.
+    An expert's value is how many of the layer's tokens wanted it, each token counting half as much as the one
+    `half_life` tokens after it (LRFU, Lee et al., IEEE Transactions on Computers 50(12), 2001). While few tokens were
+    seen the half life is `first_share` of them, one token at least: what a text begins with is soon worth little.
+    Values are kept for all experts, not only for those in slots, and outlive a resize. Who is worth least goes first.
+
+    The defaults are what the traces in docs/notebook.md chose. `calls`: of the layer so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, half_life: float = 32, first_share: float = 1 / 12) -> None:
         self.calls = 0
+        self._half_life = half_life
+        self._first_share = first_share
+        self._tokens = 0
+        self._weight = 1.0  # of the newest token: it grows, so that older ones need not be made smaller
+        self._values: defaultdict[int, float] = defaultdict(float)
         self._last_call: dict[int, int] = {}
+        self._heap: list[tuple[float, int]] = []  # one entry an expert in a slot, its value or what that once was
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._last_call)
+        return iter(sorted(self._last_call, key=lambda expert: (self._values[expert], expert)))
+
+    def __len__(self) -> int:
+        return len(self._last_call)
 
     def __contains__(self, expert: object) -> bool:
         return expert in self._last_call
 
     @property
     def last_calls(self) -> dict[int, int]:
-        """The call in which each expert was last used, the least recently used first."""
-        return dict(self._last_call)
+        """The call in which each expert was last used, the first to give up its slot first."""
+        return {expert: self._last_call[expert] for expert in self}
+
+    def count(self, experts: Sequence[int], top_k: int) -> None:
+        """Begin a call whose tokens want these experts, in a slot or not: `top_k` for each token in turn."""
+        self.calls += 1
+        for start in range(0, len(experts), top_k):
+            self._tokens += 1
+            self._weight *= 2.0 ** (1 / min(self._half_life, max(1.0, self._tokens * self._first_share)))
+            if self._weight > LARGEST_WEIGHT:
+                self._scale_down()
+            for expert in experts[start : start + top_k]:
+                self._values[expert] += self._weight
+
+    def admit(self, experts: Iterable[int]) -> None:
+        """Let `experts`, which were in no slot, hold one that they were not used in yet."""
+        for expert in experts:
+            heappush(self._heap, (self._values[expert], expert))
+            self._last_call[expert] = 0
 
     def touch(self, experts: Iterable[int]) -> None:
-        """Make `experts` the most recently used, the last one most of all."""
+        """Note that the call at hand uses `experts`; those that were in no slot are from now on."""
         for expert in experts:
-            self._last_call.pop(expert, None)
+            if expert not in self._last_call:
+                heappush(self._heap, (self._values[expert], expert))
             self._last_call[expert] = self.calls
 
     def restore(self, last_calls: Mapping[int, int]) -> None:
-        """Hold these experts and no others, the least recently used first."""
+        """Let these experts and no others hold a slot."""
         self._last_call = dict(last_calls)
+        self._heap = sorted((self._values[expert], expert) for expert in last_calls)
 
     def evict(self, count: int, keep: Container[int]) -> list[int]:
-        """Remove and return the `count` least recently used experts that are not in `keep`."""
+        """Remove and return the `count` experts that are worth least among those that are not in `keep`, or all."""
+        heap, values = self._heap, self._values
         victims: list[int] = []
-        for expert in self._last_call:
-            if len(victims) == count:
-                break
-            if expert not in keep:
+        kept: list[tuple[float, int]] = []
+        while heap and len(victims) < count:
+            value, expert = heap[0]
+            if value < values[expert]:  # values only grow, so whoever stands behind is worth at least this
+                heapreplace(heap, (values[expert], expert))
+            elif expert in keep:
+                kept.append(heappop(heap))
+            else:
+                heappop(heap)
+                del self._last_call[expert]
                 victims.append(expert)
-        assert len(victims) == count, "a wave never wants more experts than there are slots"
-        for expert in victims:
-            del self._last_call[expert]
+        for entry in kept:
+            heappush(heap, entry)
         return victims
 
     def clear(self) -> None:
-        self._last_call.clear()
+        """Let no expert hold a slot; what each is worth stays."""
+        self.restore({})
+
+    def _scale_down(self) -> None:
+        """Divide every value by the newest token's weight."""
+        heap = [(value / self._weight, expert) for value, expert in self._heap]
+        values = {expert: value / self._weight for expert, value in self._values.items()}
+        self._heap, self._values, self._weight = heap, defaultdict(float, values), 1.0
 
 
-def plan_waves(last_use: Mapping[int, int], resident: Container[int], capacity: int) -> list[list[int]]:
-    """Cut the experts that a chunk wants into waves that fit the bank, each expert in exactly one.
+def plan_waves(
+    last_use: Mapping[int, int], present: Container[int], coming: Container[int], capacity: int
+) -> list[list[int]]:
+    """Cut the experts that a call wants into waves, each expert in exactly one: one computes while the next is read.
 
-    `last_use[e]`: position of the last token in the chunk that wants expert `e`; `resident`: who holds a slot
-    now; `capacity`: slots. The first wave takes all that are resident, so that no hit is evicted before it was
-    used, and fills up with misses. The other misses come in ascending order of their last use and only half of
-    the slots change hands from wave to wave: what the end of the chunk wanted, which is what decode will want
-    first, is in the bank when the chunk is done. Within a wave experts ascend by last use too.
+    `last_use[e]`: position of the last token in the call that wants expert `e`; `present`: who holds a slot now;
+    `coming`: who is being read already; `capacity`: slots. Those that are present come first, so that they compute
+    while the others are read and none is evicted before it was used; then those that are coming; then the rest, in
+    ascending order of their last use. What the end of a chunk wanted, which is what decode will want first, is read
+    last and stays. No wave but one of present experts has more than a quarter of the slots: one computes, one is
+    read, and half of the slots do not change hands for that.
     """
     assert capacity >= 1, "a bank has at least one slot"
-    hits = sorted((e for e in last_use if e in resident), key=last_use.__getitem__)
-    misses = sorted((e for e in last_use if e not in resident), key=last_use.__getitem__)
-    room = capacity - len(hits)
-    if len(misses) <= room:
-        return [sorted(last_use, key=last_use.__getitem__)]
-    waves = [sorted(hits + misses[:room], key=last_use.__getitem__)]
-    step = max(1, capacity - capacity // 2)
-    waves += [misses[start : start + step] for start in range(room, len(misses), step)]
-    return [wave for wave in waves if wave]
+    size = max(1, capacity // 4)
+    order = sorted(last_use, key=last_use.__getitem__)
+    hits = [expert for expert in order if expert in present]
+    if len(hits) == len(order):
+        return [order]
+    misses = [expert for expert in order if expert in coming]
+    misses += [expert for expert in order if expert not in present and expert not in coming]
+    crowded = len(order) > capacity and len(hits) > capacity - size  # nothing can be read before some have computed
+    waves = _cut(hits, size if crowded else capacity)
+    return waves + _cut(misses, size)
+
+
+def _cut(experts: list[int], size: int) -> list[list[int]]:
+    return [experts[start : start + size] for start in range(0, len(experts), size)]

@@ -8,26 +8,22 @@ and of all data, by which a torn or altered file is noticed. Knows nothing of se
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import psutil
 
 from mlxmoe.errors import SavedStateError, TornStateError
 from mlxmoe.kv.state import CacheState
 from mlxmoe.memory.sizes import format_bytes
+from mlxmoe.writing import keep_name, replacing
 
 FORMAT = "1"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -51,7 +47,7 @@ def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheSta
     forms = [_form(state, numbers) for state in states]
     header = _header(json.dumps({**facts, "caches": forms}), arrays)
     try:
-        with _beside(path, durable) as file:
+        with replacing(path, durable=durable) as file:
             file.write(header)
             for array in arrays:
                 for piece in _pieces(array):
@@ -64,7 +60,13 @@ def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheSta
             f"{format_bytes(free)} are free there. Free some, or choose another place; what was there is as it was."
         ) from error
     if durable:
-        _keep_name(path)
+        try:
+            keep_name(path)
+        except OSError as error:
+            raise SavedStateError(
+                f"{path} is written and took its place, but its folder cannot be put on the drive "
+                f"({error.strerror or error}): a power cut now may bring back what was there. Save it again."
+            ) from error
 
 
 def read_states(
@@ -132,55 +134,6 @@ def _pieces(array: mx.array) -> Iterator[memoryview]:
         whole = memoryview(array).cast("B")  # type: ignore[arg-type]
         for start in range(0, len(whole), _PIECE_BYTES):
             yield whole[start : start + _PIECE_BYTES]
-
-
-@contextlib.contextmanager
-def _beside(path: Path, durable: bool) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its place once it is whole."""
-    remove_strays(path.parent, re.escape(path.name))
-    part = path.parent / f".{path.name}.{os.getpid()}-{threading.get_ident()}.part"
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            if durable:
-                _to_the_drive(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _keep_name(path: Path) -> None:
-    """Return when the drive has the name of a file that took its place."""
-    try:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            _to_the_drive(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise SavedStateError(
-            f"{path} is written and took its place, but its folder cannot be put on the drive "
-            f"({error.strerror or error}): a power cut now may bring back what was there. Save it again."
-        ) from error
-
-
-def _to_the_drive(descriptor: int) -> None:
-    """fsync; on macOS that only hands the bytes to the drive, and F_FULLFSYNC has it write them."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        with contextlib.suppress(OSError):  # not every file system there knows it
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(descriptor)
-
-
-def remove_strays(folder: Path, name: str) -> None:
-    """What processes that were killed while they wrote files of a `name`, a regular expression, left in `folder`."""
-    stray = re.compile(rf"\.{name}\.(\d+)-\d+\.part")
-    for found in folder.glob(".*.part"):
-        if (match := stray.fullmatch(found.name)) and not psutil.pid_exists(int(match[1])):
-            found.unlink(missing_ok=True)
 
 
 # --- reading ----------------------------------------------------------------------------------------------

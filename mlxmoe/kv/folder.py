@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxmoe.errors import SavedStateError, TornStateError
-from mlxmoe.kv.file import read_facts, read_states, remove_strays, write_states
+from mlxmoe.kv.file import read_facts, read_states, write_states
 from mlxmoe.kv.state import CacheState
+from mlxmoe.writing import remove_strays
 
 logger = logging.getLogger(__name__)
 

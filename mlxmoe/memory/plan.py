@@ -321,7 +321,7 @@ def _too_little(experts: int | float | str, memory_bytes: int, trunk_bytes: int,
         f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
         f"{format_bytes(split.kv_bytes)} KV cache for {split.context or 'any'} tokens, "
         f"{format_bytes(split.prefill_bytes + split.pool_bytes)} for prefill and {format_bytes(least)} for {what} "
-        f"need {format_bytes(need)}."
+        f"need {format_bytes(need, up=True)}."
     )
 
 

@@ -30,9 +30,21 @@ def parse_bytes(size: int | str, what: str) -> int:
     return count
 
 
-def format_bytes(count: int) -> str:
-    """Bytes for people: `12.3 GB`."""
+def parse_tokens(count: int | str) -> int:
+    """`4096`, `"4096"` or `"4k"` as tokens; here a k is 1024, as context lengths are named."""
+    match = re.fullmatch(r"\s*([0-9]{1,12})\s*([kKmM]?)\s*", str(count)) if not isinstance(count, bool) else None
+    tokens = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
+    if not 2 <= tokens < 2**40:
+        raise MemoryBudgetError(
+            f"context={count!r} is no number of tokens: at least 2, for a prompt and a reply; 4096 or '4k'."
+        )
+    return tokens
+
+
+def format_bytes(count: int, *, up: bool = False) -> str:
+    """Bytes for people: `12.3 GB`. `up`: rounded up, for a need that must not look as if it fitted."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if abs(count) >= unit:
-            return f"{count / unit:.1f} {name}"
+            tenths = -(-count * 10 // unit) / 10 if up else count / unit
+            return f"{tenths:.1f} {name}"
     return f"{count} bytes"

@@ -60,6 +60,10 @@ class Sources:
         """macOS' own level, `kern.memorystatus_vm_pressure_level`: 1 normal, 2 warning, 4 critical."""
         return None if self._mac is None else self._mac.number("kern.memorystatus_vm_pressure_level")
 
+    def chip_brand(self) -> str | None:
+        """The chip's name on a Mac, such as "Apple M4 Pro"."""
+        return None if self._mac is None else self._mac.text("machdep.cpu.brand_string")
+
     def footprint_bytes(self) -> int | None:
         """What this process costs the machine: macOS' phys_footprint, Linux' anonymous memory and its swap."""
         if self._mac is not None:

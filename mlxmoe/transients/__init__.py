@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxmoe.errors import brief
-from mlxmoe.experts.layer import LINEAR_TYPES
+from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.transients.evaluation import peak_bytes
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk
@@ -26,11 +26,19 @@ SMALL_TOKENS = (32, 64)
 LOOPS = 1.2  # nodes of the larger small graph over those of the smaller, from which on there is a loop
 
 
+class _Simulated(NamedTuple):
+    """The most bytes alive during a chunk's pass, and the nodes of its graph."""
+
+    nbytes: int
+    nodes: int
+
+
 class PrefillTransients:
     """Predicts the bytes that prefill needs above trunk, banks and KV cache. Evaluates no weight.
 
     `modules`: those with routed experts by their path; `slots`: of each layer, fewer than its experts where it
-    streams; all resident where None. `kv`: what the caches take that `make_caches` makes for the model.
+    streams; all resident where None. `kv`: what the caches take that `make_caches` makes for the model. Remembers
+    what it simulated: the next question may need the same.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class PrefillTransients:
         self._kv = kv
         self._slots = slots or {}
         self._make_caches = make_caches
+        self._simulations: dict[tuple[int, int], _Simulated] = {}
 
     def of(self, chunk_tokens: int, context: int) -> int:
         """Bytes above trunk, banks and the KV cache of `context` tokens, for a prompt that fills it.
@@ -63,10 +72,10 @@ class PrefillTransients:
     def _simulated(self, chunk: int, seen: int) -> int:
         """The most bytes alive above the weights during a pass of `chunk` tokens after `seen` others."""
         if chunk >= 2 * max(SMALL_TOKENS) and has_states(self._model):
-            small, large = (self._trace(tokens, 0) for tokens in SMALL_TOKENS)
-            if len(large.nodes) > LOOPS * len(small.nodes):
+            small, large = (self._at(tokens, 0) for tokens in SMALL_TOKENS)
+            if large.nodes > LOOPS * small.nodes:
                 return self._extrapolated(chunk, seen)
-        return self._at(chunk, seen)
+        return self._at(chunk, seen).nbytes
 
     def _extrapolated(self, chunk: int, seen: int) -> int:
         """Of what is linear in the chunk's tokens, in those seen before it, and in both together."""
@@ -76,11 +85,16 @@ class PrefillTransients:
 
     def _along_chunk(self, chunk: int, seen: int) -> float:
         small, large = SMALL_TOKENS
-        low, high = self._at(small, seen), self._at(large, seen)
+        low, high = self._at(small, seen).nbytes, self._at(large, seen).nbytes
         return high + (high - low) / (large - small) * (chunk - large)
 
-    def _at(self, chunk: int, seen: int) -> int:
-        traced = self._trace(chunk, seen)
+    def _at(self, chunk: int, seen: int) -> _Simulated:
+        if (chunk, seen) not in self._simulations:
+            traced = trace_chunk(self._model, self._modules, self._slots, chunk, seen, self._make_caches)
+            self._simulations[chunk, seen] = _Simulated(self._peak(traced, chunk, seen), len(traced.nodes))
+        return self._simulations[chunk, seen]
+
+    def _peak(self, traced: TracedChunk, chunk: int, seen: int) -> int:
         peak = peak_bytes(traced)
         if traced.left_out is None:
             return peak
@@ -88,9 +102,6 @@ class PrefillTransients:
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
         states = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
         return peak - traced.state_bytes + states + kept
-
-    def _trace(self, chunk: int, seen: int) -> TracedChunk:
-        return trace_chunk(self._model, self._modules, self._slots, chunk, seen, self._make_caches)
 
     def _estimated(self, chunk: int, context: int) -> int:
         """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""

@@ -12,7 +12,8 @@ from mlx.utils import tree_map
 from mlx_lm.utils import load_model
 
 from mlxmoe.decode import Decoder
-from mlxmoe.experts.layer import ExpertStream, Forward, switch_modules
+from mlxmoe.experts.layer import ExpertStream, Forward
+from mlxmoe.experts.switch import switch_modules
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.opening import open_folder
 from mlxmoe.verify.logits import CHUNK_TOKENS

@@ -1,0 +1,162 @@
+"""What a model asks of a machine for each token: bytes, operations, parameters. Reads no weight, knows no rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mlxmoe.experts.layer import expert_arrays
+from mlxmoe.kv.layers import leaves_of
+from mlxmoe.kv.window import SlidingWindowKVCache
+from mlxmoe.memory.plan import Plan
+from mlxmoe.opening import OpenedModel
+from mlxmoe.tuning.roofline import HitCurve, Prompt, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a model asks for. `params`, `active_params`: all of them, and those that one token uses.
+
+    `computing_params`: of the active ones, those that are multiplied with: no embeddings. `step_trunk_bytes`: of the
+    trunk, what a decoded token reads: all but embeddings that are looked up. `pair_flops`: operations for each pair
+    of a token and one that it attends to, over all layers that attend to everything. `window`: tokens that those
+    attend to at most.
+    """
+
+    opened: OpenedModel
+    params: int
+    active_params: int
+    computing_params: int
+    step_trunk_bytes: int
+    pair_flops: int
+    window: int | None
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> Workload:
+        experts = {path: _expert_params(module) for path, module in opened.modules.items()}
+        params = sum(_params(module) for module in _owners(opened.model))
+        asked = sum(experts[layer.path] * layer.top_k // layer.num_experts for layer in opened.layers)
+        active = params - sum(experts.values()) + asked
+        looked_up = _looked_up(opened.model, opened.vocab_size)
+        return cls(
+            opened=opened,
+            params=params,
+            active_params=active,
+            computing_params=active - sum(_params(module) for module in looked_up),
+            step_trunk_bytes=opened.trunk_bytes - sum(_nbytes(module) for module in looked_up),
+            pair_flops=_pair_flops(opened),
+            window=opened.kv_choice.settings.window,
+        )
+
+    @property
+    def floor_bytes(self) -> int:
+        """What one token's experts take."""
+        return sum(layer.floor_bytes for layer in self.opened.layers)
+
+    def hit_rate(self, plan: Plan, hits: Mapping[str, HitCurve]) -> float | None:
+        """Of all lookups, by bytes; None for a model without experts. `hits`: of each layer's path."""
+        if not self.opened.layers:
+            return None
+        return 1 - sum(size for _, size in self._missing(plan, hits)) / self.floor_bytes
+
+    def step(self, plan: Plan, hits: Mapping[str, HitCurve], tokens: int) -> Step:
+        """One decoded token after `tokens` others."""
+        missing = list(self._missing(plan, hits))
+        return Step(
+            resident_bytes=self.step_trunk_bytes + self.floor_bytes + self.opened.kv.of(tokens),
+            layers=len(self.opened.model.layers),
+            missing_bytes=sum(size for _, size in missing),
+            misses=sum(count for count, _ in missing),
+            syncs=_streaming(self.opened, plan),
+        )
+
+    def prompt(self, plan: Plan, tokens: int) -> Prompt:
+        """A prompt of `tokens`. Each chunk reads what it wants and is in no slot; it wants nearly all of them."""
+        chunks = -(-tokens // plan.chunk_tokens)
+        chunk = min(tokens, plan.chunk_tokens)
+        read = 0.0
+        for layer in self.opened.layers:
+            wanted = 1 - (1 - layer.top_k / layer.num_experts) ** chunk  # were they drawn at random
+            read += wanted * (1 - plan.slots[layer.path] / layer.num_experts) * layer.nbytes
+        pairs = tokens * min(tokens / 2, self.window or tokens)
+        return Prompt(
+            flops=2.0 * self.computing_params * tokens + self.pair_flops * pairs,
+            read_bytes=read * chunks,
+            chunks=chunks,
+            syncs=_streaming(self.opened, plan),
+        )
+
+    def _missing(self, plan: Plan, hits: Mapping[str, HitCurve]) -> Iterator[tuple[float, float]]:
+        """How many of its experts a token misses in each layer that streams, and their bytes."""
+        for layer in self.opened.layers:
+            if plan.slots[layer.path] < layer.num_experts:
+                misses = (1 - hits[layer.path](plan.slots[layer.path] / layer.num_experts)) * layer.top_k
+                yield misses, misses * layer.expert_bytes
+
+
+def _streaming(opened: OpenedModel, plan: Plan) -> int:
+    return sum(plan.slots[layer.path] < layer.num_experts for layer in opened.layers)
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module that holds arrays of its own."""
+    return (m for m in model.modules() if any(isinstance(value, mx.array) for value in m.values()))
+
+
+def _params(module: Any) -> int:
+    """A module's own parameters: packed ones by what they stand for, without scales and offsets."""
+    own = {key: value for key, value in module.items() if isinstance(value, mx.array) and not key.startswith("_")}
+    if "scales" not in own:
+        return sum(value.size for value in own.values())
+    weight: int = own["weight"].size * own["weight"].itemsize * 8 // module.bits
+    return weight + (own["bias"].size if "bias" in own else 0)
+
+
+def _expert_params(module: nn.Module) -> int:
+    arrays = expert_arrays(module)
+    names = {name.rpartition(".")[0] for name in arrays}
+    return sum(_params(module[name]) for name in names)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(value.nbytes for value in module.values() if isinstance(value, mx.array))
+
+
+def _looked_up(model: nn.Module, vocab_size: int) -> list[nn.Module]:
+    """Embeddings of which a token reads one row: all, but for one that serves as the head too."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    heads = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and module["weight"].shape[0] == vocab_size
+    ]
+    if heads:
+        return tables
+    tied = next((module for module in tables if module["weight"].shape[0] == vocab_size), None)
+    return [module for module in tables if module is not tied]
+
+
+def _pair_flops(opened: OpenedModel) -> int:
+    """A product of query and key and one of weight and value, two operations an item, in each layer and head."""
+    text = opened.config.get("text_config")
+    config = {**opened.config, **(text if isinstance(text, dict) else {})}
+
+    def number(*keys: str) -> int:
+        found = (config.get(key) for key in keys)
+        return next((value for value in found if isinstance(value, int) and value > 0), 0)
+
+    heads = number("num_attention_heads", "n_heads", "n_head") or 32
+    width = number("head_dim") or number("hidden_size", "n_embd") // heads
+    if config.get("kv_lora_rank"):
+        key_width = number("qk_nope_head_dim") + number("qk_rope_head_dim") or width
+        widths = key_width + (number("v_head_dim") or width)
+    else:
+        widths = 2 * width
+    whole = (KVCache, QuantizedKVCache, SlidingWindowKVCache)
+    caches = leaves_of(opened.kv_choice.caches(opened.model))
+    return 2 * heads * widths * sum(isinstance(cache, whole) for cache in caches)

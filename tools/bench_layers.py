@@ -1,0 +1,120 @@
+"""The cases that call expert layers alone: the hit path, and a recorded trace.
+
+Legend: E experts, K experts a token (top_k), D width.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from bench_cases import SHARES, Bench, SkippedError
+from bench_reads import fill_page_cache
+from bench_report import Row, Target, row_of
+from bench_sequence import WARM_UP, make_model
+from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, switch_modules, width
+
+
+def hit_path(bench: Bench) -> Iterator[Row]:
+    """Host time of a layer whose wanted experts all have slots, above the stock layer and its one sync."""
+    runs = max(100, bench.steps * 8)
+    top_k = bench.top_k
+    with open_engine(bench.model, 0.5) as engine:
+        bench.say("hit path")
+        with Subject.of(engine).layers() as layers:
+            stock = list(switch_modules(bench.stock).values())
+            x = mx.random.normal((1, 1, width(stock[0])), key=mx.random.key(bench.seed))
+            scores = mx.zeros((1, 1, num_experts(stock[0])))
+            scores[..., :top_k] = mx.arange(top_k) + 1.0
+            mx.eval(x, scores)
+            returned: list[list[float]] = [[], []]
+
+            def wanted() -> mx.array:
+                """A router's last step, not evaluated."""
+                return mx.argpartition(-scores, kth=top_k - 1, axis=-1)[..., :top_k]
+
+            def ours(n: int) -> mx.array:
+                began = time.perf_counter()
+                out: mx.array = layers[n % len(layers)](x, wanted())
+                returned[0].append(time.perf_counter() - began)
+                mx.eval(out)
+                return out
+
+            def stock_and_sync(n: int) -> mx.array:
+                began = time.perf_counter()
+                indices = wanted()
+                mx.eval(indices)
+                out: mx.array = stock[n % len(stock)](x, indices)
+                returned[1].append(time.perf_counter() - began)
+                mx.eval(out)
+                return out
+
+            for n in range(2 * len(layers)):
+                ours(n)
+                stock_and_sync(n)
+            returned[0].clear()
+            returned[1].clear()
+            times, stock_times, exact = in_pairs(ours, stock_and_sync, runs, equal)
+    above = [1e6 * (a - b) for a, b in zip(times, stock_times, strict=True)]
+    host = [1e6 * (a - b) for a, b in zip(*returned, strict=True)]
+    details = {"layer_s": statistics.median(stock_times)}
+    what = "a layer's host time above stock and its sync, until it returns"
+    yield row_of("hit-path", what, host, "us", target=Target("<=", 60), exact=exact, details=details)
+    yield row_of("hit-path", "the same, until its output is evaluated", above, "us", exact=exact, details=details)
+
+
+# --- a recorded trace ---------------------------------------------------------------------------------------
+
+
+def trace(bench: Bench) -> Iterator[Row]:
+    """A real model's routing through layers of as many experts, without attention between them."""
+    if bench.trace is None:
+        raise SkippedError("no --trace FILE.npz was given")
+    recorded = np.load(bench.trace)
+    experts, count = recorded["experts"][:, :8], int(recorded["num_experts"])
+    tokens, layers, top_k = experts.shape
+    folder = make_model(
+        bench.folder / f"trace-{count}-{top_k}-{layers}",
+        *("--experts", str(count), "--top-k", str(top_k), "--layers", str(layers)),
+    )
+    fill_page_cache(folder)
+    stock_model = mlx_lm.load(str(folder))[0]
+    stock = list(switch_modules(stock_model).values())
+    x = mx.random.normal((1, 1, 512), key=mx.random.key(bench.seed))
+    tokens = min(tokens, WARM_UP + bench.steps)
+    asked = [[mx.array(experts[t, m][None, None].astype(np.uint32)) for m in range(layers)] for t in range(tokens)]
+    mx.eval(x, asked)
+    for name, share in SHARES.items():
+        bench.say(f"trace: {name}")
+        with open_engine(folder, share) as engine, Subject.of(engine).layers() as ours:
+
+            def through(modules: Sequence[nn.Module], token: int) -> mx.array:
+                outs = []
+                for module, indices in zip(modules, asked[token], strict=True):
+                    outs.append(module(x, indices + 0))
+                    mx.eval(outs[-1])
+                return mx.stack(outs)
+
+            for token in range(min(WARM_UP, tokens // 2)):
+                through(ours, token)
+            first, before = min(WARM_UP, tokens // 2), engine.stats()
+            times, stock_times, exact = in_pairs(
+                lambda n: through(ours, first + n),  # noqa: B023
+                lambda n: through(stock, first + n),  # noqa: B023
+                tokens - first,
+                equal,
+            )
+            after = engine.stats()
+        hits, misses = after.hits - before.hits, after.misses - before.misses
+        yield row_of(
+            "trace",
+            f"expert layers to stock, {bench.trace.stem}, {name}",
+            [a / b for a, b in zip(times, stock_times, strict=True)],
+            exact=exact,
+            details={"hit_rate": hits / max(1, hits + misses), "ours_s": statistics.median(times)},
+        )
