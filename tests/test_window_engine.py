@@ -198,3 +198,19 @@ def test_a_session_of_a_model_that_a_window_would_break_is_refused(tmp_path: Pat
         with pytest.raises(UnsupportedModelError, match="window=64"):
             engine.session(kv_settings=KVSettings(window=64))
         assert engine.session().generate("x", max_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["longcat_flash", "longcat_flash_ngram"])
+def test_a_session_of_a_loaded_model_may_have_what_load_may(tmp_path: Path, name: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", DEFINITIONS[name])
+    with load(folder, window=64) as engine:
+        expected = engine.session().generate("In the beginning " * 30, max_tokens=3)
+    with load(folder, experts="50%") as engine:
+        session = engine.session(kv_settings=KVSettings(window=64))
+        assert session.generate("In the beginning " * 30, max_tokens=3) == expected
+
+
+def test_warnings_of_a_session_call_the_model_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    with load() as engine:
+        engine.session(kv_settings=KVSettings(window=300))
+    assert "window=300 is more than the 256 tokens qwen3_moe was made for" in caplog.text

@@ -94,7 +94,7 @@ def choose(model: nn.Module, settings: KVSettings, trained: int | None) -> KVCho
         return KVChoice(settings, KVLayers(()), trained)
     layers = find_kv_layers(model)
     choice = KVChoice(settings, layers, trained)
-    name = type(model).__module__.rpartition(".")[2]
+    name = _definition(model)
     asked = " and ".join(
         f"{key}={value}" for key, value in (("window", settings.window), ("kv_bits", settings.kv_bits)) if value
     )
@@ -111,6 +111,12 @@ def choose(model: nn.Module, settings: KVSettings, trained: int | None) -> KVCho
     if settings.window is not None:
         _warn_of_positions(name, choice, settings.window)
     return choice
+
+
+def _definition(model: nn.Module) -> str:
+    """What mlx-lm calls the model's definition, also where a class of ours is mixed in before the model's own."""
+    kind: type = getattr(model, "stock_class", type(model))
+    return kind.__module__.rpartition(".")[2]
 
 
 def _warn_of_positions(name: str, choice: KVChoice, window: int) -> None:
