@@ -19,7 +19,7 @@ from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
-from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.settings import KVSettings, checked
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
@@ -229,16 +229,16 @@ class Engine:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave.
 
         `kv_settings`: its window and bits, by default the engine's. Raises UnsupportedModelError for a model that
-        they would break.
+        they would break, WindowError for sinks that leave it too little of its context, or for what are no settings.
         """
         self._decoder.new_cache()  # raises if the engine is closed
-        kind = self._kind(kv_settings or self.kv_settings)
+        kind = self._kind(self.kv_settings if kv_settings is None else checked(kv_settings))
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
 
     def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
         """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
 
-        `kv_settings`: those with which it was saved, by default the engine's.
+        `kv_settings`: those with which it was saved, by default the engine's; refused as `session` refuses them.
         Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
         that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
         """

@@ -214,3 +214,12 @@ def test_warnings_of_a_session_call_the_model_by_its_name(caplog: pytest.LogCapt
     with load() as engine:
         engine.session(kv_settings=KVSettings(window=300))
     assert "window=300 is more than the 256 tokens qwen3_moe was made for" in caplog.text
+
+
+@pytest.mark.parametrize("settings", ["x", 5, (64, 4, None), {"window": 64}, [1], 0, "", False, KVSettings], ids=repr)
+def test_what_are_no_settings_is_refused(demo: Engine, tmp_path: Path, settings: Any) -> None:
+    with pytest.raises(WindowError, match="is no KVSettings"):
+        demo.session(kv_settings=settings)
+    demo.session().save(tmp_path / "kept")
+    with pytest.raises(WindowError, match="is no KVSettings"):
+        demo.restore(tmp_path / "kept", kv_settings=settings)
