@@ -127,6 +127,8 @@ def test_no_position_passes_the_trained_context(window: int, sinks: int, trained
     places = [token - positions.back(token) for token in range(300)]
     assert places[:trained] == list(range(trained))
     assert all(sinks <= place < trained for place in places[trained:])
+    if sinks <= Positions.most_sinks(trained):
+        assert positions.step >= trained // 8
 
 
 def moving(rope: Any, positions: Positions, window: int, sinks: int, bits: int | None = None) -> SlidingWindowKVCache:

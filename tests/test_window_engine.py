@@ -216,10 +216,34 @@ def test_warnings_of_a_session_call_the_model_by_its_name(caplog: pytest.LogCapt
     assert "window=300 is more than the 256 tokens qwen3_moe was made for" in caplog.text
 
 
-@pytest.mark.parametrize("settings", ["x", 5, (64, 4, None), {"window": 64}, [1], 0, "", False, KVSettings], ids=repr)
-def test_what_are_no_settings_is_refused(demo: Engine, tmp_path: Path, settings: Any) -> None:
-    with pytest.raises(WindowError, match="is no KVSettings"):
-        demo.session(kv_settings=settings)
+def test_what_are_no_settings_is_refused(demo: Engine, tmp_path: Path) -> None:
     demo.session().save(tmp_path / "kept")
-    with pytest.raises(WindowError, match="is no KVSettings"):
-        demo.restore(tmp_path / "kept", kv_settings=settings)
+    others: list[Any] = ["x", 5, (64, 4, None), {"window": 64}, [1], 0, "", False, KVSettings]
+    for settings in others:
+        with pytest.raises(WindowError, match="is no KVSettings"):
+            demo.session(kv_settings=settings)
+        with pytest.raises(WindowError, match="is no KVSettings"):
+            demo.restore(tmp_path / "kept", kv_settings=settings)
+
+
+@pytest.mark.parametrize("sinks", [225, 255, 256, 1000, 2**31])
+def test_sinks_that_leave_no_room_for_positions_are_refused(demo: Engine, sinks: int) -> None:
+    said = f"sinks={sinks} are too many of the 256 tokens .* at most 224 can"
+    with pytest.raises(WindowError, match=said):
+        load(window=sinks + 2, sinks=sinks)
+    with pytest.raises(WindowError, match=said):
+        demo.session(kv_settings=KVSettings(sinks + 2, sinks))
+
+
+def test_with_as_many_sinks_as_there_may_be_the_window_is_turned_now_and_then_only(demo: Engine) -> None:
+    for window in (225, 300):
+        cache = demo.session(kv_settings=KVSettings(window, 224))._replier.decoder.new_cache()[0]
+        assert cache.positions.step == 256 // 8
+
+
+def test_sinks_are_as_many_as_one_likes_where_no_position_moves(tmp_path: Path) -> None:
+    config = {**DEFINITIONS["deepseek_v2"], "max_position_embeddings": 64}
+    with load(make_tiny(tmp_path / "fixed", config), window=80, sinks=70) as engine:
+        assert engine.plan.context == 64
+    with load(window=None, sinks=1000, kv_bits=8) as engine:
+        assert engine.plan.context == 256, "without a window there are no sinks"
