@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
 from mlxmoe.decode import Decoder
-from mlxmoe.growth import kv_growth
+from mlxmoe.growth import handed_rows, kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.kv.choose import choose
@@ -314,28 +314,22 @@ class Engine:
         """What serves sessions with such caches; the engine's own is there from the start."""
         if settings not in self._kinds:
             plan, model = self.plan, self.model
+            chunk_tokens = min(self._decoder.chunk_tokens, plan.context or self._decoder.chunk_tokens)  # as planned
             with self._experts.listening():
                 choice = choose(model, settings, plan.model_context)
-                kv, plain = kv_growth(model, choice.caches), kv_growth(model)
-                layers = len(choice.caches(model))
-            # Their rows are handed out beside those that are stored, one layer after the other.
-            if settings.window is not None:
-                handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
-                kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
-            elif settings.kv_bits is not None:
-                kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
+                kv, handed = kv_growth(model, choice.caches), handed_rows(model, choice, chunk_tokens)
             context = None if choice.endless else plan.context or plan.model_context
             decoder = Decoder(
                 model,
                 self._experts,
-                chunk_tokens=self._decoder.chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 kv_choice=choice,
                 upkeep=self._balance,
             )
             self._kinds[settings] = _Kind(
                 PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
                 Replier(decoder, self.tokenizer, context, self._experts.lookups),
-                kv,
+                replace(kv, rows=(*kv.rows, *handed)),
             )
         return self._kinds[settings]
 

@@ -247,3 +247,28 @@ def test_sinks_are_as_many_as_one_likes_where_no_position_moves(tmp_path: Path) 
         assert engine.plan.context == 64
     with load(window=None, sinks=1000, kv_bits=8) as engine:
         assert engine.plan.context == 256, "without a window there are no sinks"
+
+
+def test_a_session_holds_room_for_no_more_than_its_text_has() -> None:
+    prompt = "In the beginning " * 30
+    with load() as engine:
+        large, fitting = (engine.session(kv_settings=KVSettings(window)) for window in (10**9, 1000))
+        assert large.generate(prompt, max_tokens=10) == fitting.generate(prompt, max_tokens=10)
+        assert large._lease.nbytes == fitting._lease.nbytes < 4_000_000
+
+
+def test_a_session_holds_room_for_the_rows_that_its_widest_layer_is_handed(tmp_path: Path) -> None:
+    row_bytes = 2 * 32 * 4  # of a layer: a key and a value of a head of 32, in float32
+    packed_bytes = row_bytes * 10 // 32  # 8 bits, and scale and bias
+    with load(make_tiny(tmp_path / "tiny"), context=400) as engine:
+        for settings, stored_bytes, handed in (
+            (KVSettings(64, sinks=0), 3 * 64 * row_bytes, 64 + 400),  # a chunk is no longer than the context
+            (KVSettings(3000, sinks=0), 3 * 1024 * row_bytes, 1024),
+            (KVSettings(64, sinks=0, kv_bits=8), 3 * 64 * packed_bytes, 64 + 400),
+            (KVSettings(64), 3 * 64 * row_bytes, 64 + 400 + 4),  # trained for 512, the next step is beyond the text
+            (KVSettings(kv_bits=8), 3 * 1024 * packed_bytes, 1024),
+        ):
+            kind = engine._kind(settings)
+            assert kind.replier.decoder.chunk_tokens == 400
+            held = kind.kv.of(800) - stored_bytes
+            assert handed * row_bytes <= held <= (handed + 8) * row_bytes

@@ -121,8 +121,8 @@ def _refuse_sinks(name: str, choice: KVChoice) -> None:
     sinks, trained = choice.settings.sinks, choice.positions.trained
     if sinks > (most := Positions.most_sinks(trained)):
         raise WindowError(
-            f"sinks={sinks} are too many of the {trained} tokens that {name} was made for: the tokens after them need "
-            f"an eighth of it. Lower sinks=: at most {most} can be had with this model."
+            f"sinks={sinks} are too many of the {trained} tokens that {name} was made for: the tokens after them "
+            f"need an eighth of it. Lower sinks=: at most {most} can be had with this model."
         )
 
 

@@ -43,8 +43,8 @@ def checked(settings: object) -> KVSettings:
     """`settings` if that is what they are. Raises WindowError for anything else."""
     if not isinstance(settings, KVSettings):
         raise WindowError(
-            f"kv_settings={settings!r} is no KVSettings. Write KVSettings(window=4096, kv_bits=8), or leave it out for "
-            f"the engine's own."
+            f"kv_settings={settings!r} is no KVSettings. Write KVSettings(window=4096, kv_bits=8), or leave it out "
+            f"for the engine's own."
         )
     return settings
 
