@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def load_folder(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill=lambda chunk, tokens: _prefill_bytes(opened, chunk, tokens if context or bound else None),
+        prefill=partial(_prefill_bytes, opened),
         context=context,
         model_context=bound,
         experts=experts,

@@ -17,6 +17,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import load
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import demo_folder
+from mlxmoe.kv.positions import Rotation
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import KVBytes
@@ -85,6 +86,26 @@ def test_the_room_of_the_demo_model_without_an_end_is_that_of_a_long_text(kv_set
         assert planned >= 0.97 * measured_bytes(loaded, plan.chunk_tokens, 3 * plan.chunk_tokens)
     finally:
         loaded.experts.close()
+
+
+def test_a_large_window_is_planned_as_quickly_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sinks are turned for the steps within the two last chunks, however many there were before."""
+    turned = []
+
+    def moved(rotation: Rotation, rows: mx.array, by: int) -> mx.array:
+        turned.append(by)
+        return rows
+
+    monkeypatch.setattr(Rotation, "moved", moved)
+    counts, sizes = [], []
+    for window in (5_000, 500_000):
+        model = open_folder(demo_folder(), kv_settings=KVSettings(window))
+        transients = PrefillTransients(model.model, model.modules, model.kv, None, model.kv_choice.caches)
+        turned.clear()
+        sizes.append(transients.of(512, window + 1024))
+        counts.append(len(turned))
+    assert counts[0] == counts[1]
+    assert sizes[0] < sizes[1], "there are as many more rows"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import (
     Engine,
     EngineClosedError,
+    MemoryBudgetError,
     PromptError,
     SavedStateError,
     Session,
@@ -25,6 +27,7 @@ from mlxmoe.hub import demo_folder
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.loading import load_folder
+from mlxmoe.opening import open_folder
 
 LONG = [(31 * i * i + 7 * i) % 2000 + 3 for i in range(700)]  # tokens; the demo model was made for 256
 
@@ -272,3 +275,23 @@ def test_a_session_holds_room_for_the_rows_that_its_widest_layer_is_handed(tmp_p
             assert kind.replier.decoder.chunk_tokens == 400
             held = kind.kv.of(800) - stored_bytes
             assert handed * row_bytes <= held <= (handed + 8) * row_bytes
+
+
+@pytest.mark.parametrize("window", [10**7, 2**31 + 5, 2**64])
+def test_a_window_that_fits_no_memory_is_refused_with_what_would_fit(window: int) -> None:
+    opened = open_folder(demo_folder(), kv_settings=KVSettings(window))
+    with pytest.raises(
+        MemoryBudgetError, match=r"KV cache for any number of tokens, .* or a smaller window="
+    ) as error:
+        load(window=window, memory="300MB")
+    found = re.search(r"context=(\d+)", str(error.value))
+    assert found is not None
+    assert 0 < opened.kv.of(int(found[1])) < 300_000_000
+    with load(window=window, memory="300MB", context=int(found[1])) as engine:
+        assert engine.plan.context == int(found[1]) > 1000
+
+
+def test_a_window_longer_than_the_context_is_none() -> None:
+    with load(context=250) as plain, load(window=10**9, context=250) as engine:
+        assert engine.plan.prefill_bytes == plain.plan.prefill_bytes
+        assert mx.array_equal(engine.logits(LONG[:250]), plain.logits(LONG[:250]))

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
 from mlxmoe.kv.layers import leaves_of
+from mlxmoe.kv.window import SlidingWindowKVCache
 
 MakeCaches = Callable[[nn.Module], list[Any]]
 
@@ -302,10 +303,29 @@ def _seen_caches(
 ) -> list[Any]:
     """`caches` after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
     with Listening(dict(modules)):
-        for count in (seen - chunk, min(seen, chunk)):
-            if count > 0:
-                model(mx.zeros((1, count), dtype=mx.int32), cache=caches)
+        if seen > chunk:
+            with _sinks_once(caches):
+                model(mx.zeros((1, seen - chunk), dtype=mx.int32), cache=caches)
+        if seen:
+            model(mx.zeros((1, min(seen, chunk)), dtype=mx.int32), cache=caches)
     return caches
+
+
+@contextmanager
+def _sinks_once(caches: Sequence[Any]) -> Iterator[None]:
+    """Within this context windows hand out no sinks again for steps of their positions: what they keep is the same.
+
+    All of a long text in one call would have as many of them as it has steps, for nothing.
+    """
+    windows = [entry for entry in leaves_of(caches) if isinstance(entry, SlidingWindowKVCache)]
+    positions = [window.positions for window in windows]
+    try:
+        for window in windows:
+            window.positions = None
+        yield
+    finally:
+        for window, own in zip(windows, positions, strict=True):
+            window.positions = own
 
 
 def _arrays(caches: Sequence[Any]) -> list[mx.array]:
