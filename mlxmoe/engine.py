@@ -65,7 +65,7 @@ def load(
       window any number, where its positions can be kept within what the model was made for.
     - `window`: lossy, and off unless asked for: each token attends to the first `sinks` tokens of the text and to the
       last `window - sinks` only. The KV cache grows no further, and a text may go on for ever; a warning says where
-      positions cannot be kept in range.
+      positions cannot be kept in range. Where they can, `sinks` leave an eighth of what the model was made for.
     - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES, Listening, mixed
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.window import SlidingWindowKVCache
+from mlxmoe.memory.plan import KV_STEP
 
 MakeCaches = Callable[[nn.Module], list[Any]]
 
@@ -305,10 +306,46 @@ def _seen_caches(
     with Listening(dict(modules)):
         if seen > chunk:
             with _sinks_once(caches):
-                model(mx.zeros((1, seen - chunk), dtype=mx.int32), cache=caches)
+                _see(model, caches, seen - chunk)
         if seen:
             model(mx.zeros((1, min(seen, chunk)), dtype=mx.int32), cache=caches)
     return caches
+
+
+def _see(model: nn.Module, caches: list[Any], count: int) -> None:
+    """Let `caches` see `count` tokens; the model itself no more than a step of them where it has states.
+
+    Those are of one size after any number, but their definitions may build a graph as long as the text.
+    """
+    leaves = leaves_of(caches)
+    rest = count - KV_STEP if any(isinstance(entry, ArraysCache) for entry in leaves) else 0
+    given: list[tuple[Any, mx.array, mx.array]] = []
+    with _overheard(leaves, given):
+        model(mx.zeros((1, count - max(0, rest)), dtype=mx.int32), cache=caches)
+    if rest > 0:
+        for entry, *rows in given:
+            entry.update_and_fetch(*(mx.zeros((*part.shape[:2], rest, part.shape[3]), part.dtype) for part in rows))
+
+
+@contextmanager
+def _overheard(leaves: Sequence[Any], given: list[tuple[Any, mx.array, mx.array]]) -> Iterator[None]:
+    """Within this context the keys and values that caches are given are noted."""
+
+    def noting(entry: Any, take: Callable[[mx.array, mx.array], Any]) -> Callable[[mx.array, mx.array], Any]:
+        def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
+            given.append((entry, keys, values))
+            return take(keys, values)
+
+        return update_and_fetch
+
+    told = [entry for entry in leaves if hasattr(entry, "update_and_fetch")]
+    try:
+        for entry in told:
+            entry.update_and_fetch = noting(entry, entry.update_and_fetch)
+        yield
+    finally:
+        for entry in told:
+            vars(entry).pop("update_and_fetch", None)
 
 
 @contextmanager
