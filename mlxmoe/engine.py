@@ -20,12 +20,12 @@ from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.recording import MAX_TOKENS, Recording
 from mlxmoe.experts.trace import Trace
-from mlxmoe.growth import kv_growth
+from mlxmoe.growth import handed_rows, kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
-from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.settings import KVSettings, checked
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
@@ -73,7 +73,7 @@ def load(
       window any number, where its positions can be kept within what the model was made for.
     - `window`: lossy, and off unless asked for: each token attends to the first `sinks` tokens of the text and to the
       last `window - sinks` only. The KV cache grows no further, and a text may go on for ever; a warning says where
-      positions cannot be kept in range.
+      positions cannot be kept in range. Where they can, `sinks` leave an eighth of what the model was made for.
     - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
@@ -245,16 +245,16 @@ class Engine:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave.
 
         `kv_settings`: its window and bits, by default the engine's. Raises UnsupportedModelError for a model that
-        they would break.
+        they would break, WindowError for sinks that leave it too little of its context, or for what are no settings.
         """
         self._decoder.new_cache()  # raises if the engine is closed
-        kind = self._kind(kv_settings or self.kv_settings)
+        kind = self._kind(self.kv_settings if kv_settings is None else checked(kv_settings))
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
 
     def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
         """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
 
-        `kv_settings`: those with which it was saved, by default the engine's.
+        `kv_settings`: those with which it was saved, by default the engine's; refused as `session` refuses them.
         Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
         that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
         """
@@ -365,28 +365,22 @@ class Engine:
         """What serves sessions with such caches; the engine's own is there from the start."""
         if settings not in self._kinds:
             plan, model = self.plan, self.model
+            chunk_tokens = min(self._decoder.chunk_tokens, plan.context or self._decoder.chunk_tokens)  # as planned
             with self._experts.listening():
                 choice = choose(model, settings, plan.model_context)
-                kv, plain = kv_growth(model, choice.caches), kv_growth(model)
-                layers = len(choice.caches(model))
-            # Their rows are handed out beside those that are stored, one layer after the other.
-            if settings.window is not None:
-                handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
-                kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
-            elif settings.kv_bits is not None:
-                kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
+                kv, handed = kv_growth(model, choice.caches), handed_rows(model, choice, chunk_tokens)
             context = None if choice.endless else plan.context or plan.model_context
             decoder = Decoder(
                 model,
                 self._experts,
-                chunk_tokens=self._decoder.chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 kv_choice=choice,
                 upkeep=self._balance,
             )
             self._kinds[settings] = _Kind(
                 PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
                 Replier(decoder, self.tokenizer, context, self._experts.lookups),
-                kv,
+                replace(kv, rows=(*kv.rows, *handed)),
             )
         return self._kinds[settings]
 
