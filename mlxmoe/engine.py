@@ -21,12 +21,12 @@ from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.recording import MAX_TOKENS, Recording
 from mlxmoe.experts.trace import Trace
-from mlxmoe.growth import kv_growth
+from mlxmoe.growth import handed_rows, kv_growth
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import ModelIdentity, identify
 from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
-from mlxmoe.kv.settings import KVSettings
+from mlxmoe.kv.settings import KVSettings, checked
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
@@ -74,7 +74,7 @@ def load(
       window any number, where its positions can be kept within what the model was made for.
     - `window`: lossy, and off unless asked for: each token attends to the first `sinks` tokens of the text and to the
       last `window - sinks` only. The KV cache grows no further, and a text may go on for ever; a warning says where
-      positions cannot be kept in range.
+      positions cannot be kept in range. Where they can, `sinks` leave an eighth of what the model was made for.
     - `kv_bits`: lossy, and off unless asked for: 8 or 4 for a quantised KV cache.
     - `prefixes`: how much of the memory may keep states of prompts' beginnings, so that a prompt that begins like an
       earlier one is not prefilled again, bit for bit as if it were: bytes, "1GB", or a PrefixStore, for more.
@@ -170,7 +170,7 @@ class Engine:
         self._prefixes = prefixes
         self._owns_prefixes = owns_prefixes
         self._sources = loaded.sources
-        self._stored = None if prefixes is None else Prefixes(prefixes, self._identify().content, chunk_tokens)
+        stored = self._stored(chunk_tokens)  # may raise: before anything is held
         spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
         self._let_go = [hold_pool(loaded.plan.pool_bytes, self)]
@@ -183,7 +183,7 @@ class Engine:
             chunk_tokens=chunk_tokens,
             kv_choice=loaded.kv_choice,
             upkeep=self._balance,
-            prefixes=self._stored,
+            prefixes=stored,
         )
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
@@ -248,16 +248,16 @@ class Engine:
         """A conversation that keeps its KV cache from turn to turn. Several may interleave.
 
         `kv_settings`: its window and bits, by default the engine's. Raises UnsupportedModelError for a model that
-        they would break.
+        they would break, WindowError for sinks that leave it too little of its context, or for what are no settings.
         """
         self._decoder.new_cache()  # raises if the engine is closed
-        kind = self._kind(kv_settings or self.kv_settings)
+        kind = self._kind(self.kv_settings if kv_settings is None else checked(kv_settings))
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
 
     def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
         """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
 
-        `kv_settings`: those with which it was saved, by default the engine's.
+        `kv_settings`: those with which it was saved, by default the engine's; refused as `session` refuses them.
         Raises SavedStateError for a file that is torn, of another model or of another version, PromptError for one
         that is longer than this engine's context, MemoryBudgetError if no room can be made for its KV cache.
         """
@@ -378,30 +378,30 @@ class Engine:
 
     def _new_kind(self, settings: KVSettings) -> _Kind:
         plan, model = self.plan, self.model  # raises if the engine is closed
+        chunk_tokens = min(self._decoder.chunk_tokens, plan.context or self._decoder.chunk_tokens)  # as planned
         with self._experts.listening():
             choice = choose(model, settings, plan.model_context)
-            kv, plain = kv_growth(model, choice.caches), kv_growth(model)
-            layers = len(choice.caches(model))
-        # Their rows are handed out beside those that are stored, one layer after the other.
-        if settings.window is not None:
-            handed = plain.of(settings.window + self._decoder.chunk_tokens) // layers
-            kv = replace(kv, fixed_bytes=kv.fixed_bytes + handed)
-        elif settings.kv_bits is not None:
-            kv = replace(kv, step_bytes=kv.step_bytes + plain.step_bytes // layers)
+            kv, handed = kv_growth(model, choice.caches), handed_rows(model, choice, chunk_tokens)
         context = None if choice.endless else plan.context or plan.model_context
         decoder = Decoder(
             model,
             self._experts,
-            chunk_tokens=self._decoder.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             kv_choice=choice,
             upkeep=self._balance,
-            prefixes=self._stored,
+            prefixes=self._stored(chunk_tokens),
         )
         return _Kind(
             PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
             Replier(decoder, self.tokenizer, context, self._experts.lookups),
-            kv,
+            replace(kv, rows=(*kv.rows, *handed)),
         )
+
+    def _stored(self, chunk_tokens: int) -> Prefixes | None:
+        """What the prefix store has of this model, where prompts are divided into chunks of `chunk_tokens`."""
+        if self._prefixes is None:
+            return None
+        return Prefixes(self._prefixes, self._identify().content, chunk_tokens)
 
     def __enter__(self) -> Engine:
         return self

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import KV_STEP, KVBytes, Rows
@@ -45,6 +46,28 @@ def kv_growth(model: nn.Module, make_caches: Callable[[nn.Module], list[Any]] = 
             else:
                 rows.append(found)
     return KVBytes(fixed, step, tuple(rows))
+
+
+def handed_rows(model: nn.Module, choice: KVChoice, chunk_tokens: int) -> tuple[Rows, ...]:
+    """What a layer is handed beside what its cache stores, in chunks of `chunk_tokens`. Evaluates nothing.
+
+    One layer after the other is, so they are those of the widest: of a window its rows and the chunk's, as far as
+    the text has so many, and its sinks once more for every step of the positions; of bits alone all rows.
+    """
+    settings, positions = choice.settings, choice.positions
+    caches = [cache for cache in _after(model, make_prompt_cache(model), 1) if type(cache) is KVCache]
+    row_bytes = max(
+        (sum(array.nbytes for array in _arrays(cache).values()) // KV_STEP for cache in caches), default=0
+    )
+    if settings.lossless:
+        return ()
+    if settings.window is None:
+        return (Rows(row_bytes, "steps"),)
+    rows = (Rows(row_bytes, "sliding", settings.window + chunk_tokens),)
+    if positions is None:
+        return rows
+    again = -(-row_bytes * settings.sinks // positions.step)
+    return (*rows, Rows(again, "sliding", chunk_tokens + positions.step))
 
 
 def _telling_lengths(caches: Sequence[Any]) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def divide_memory(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill=lambda chunk, tokens: room(chunk, tokens if context or bound else None),
+        prefill=room,
         context=context,
         model_context=bound,
         experts=experts,

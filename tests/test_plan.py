@@ -150,6 +150,26 @@ def test_prefill_chunks_are_mlx_lms_where_all_experts_fit_or_they_take_a_quarter
     assert asked[-1] == (100, 100), "no chunk is longer than the context"
 
 
+def test_a_chunk_takes_no_more_than_the_kv_cache_leaves() -> None:
+    options = {"context": 4096, "prefill": lambda chunk, context: 4 * chunk}
+    made = plan(memory_bytes=60_000, kv=KVBytes(fixed_bytes=47_000), **options)
+    assert made.chunk_tokens == 512, "2048 is a quarter of 51,000 bytes at most, but only 4,000 are left"
+
+
+def test_a_cache_of_any_length_that_does_not_fit_is_refused_with_what_would() -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def prefill(chunk: int, context: int | None) -> int:
+        asked.append((chunk, context))
+        return 500
+
+    kv = KVBytes(rows=(Rows(10, "sliding", 1_000_000),))
+    with pytest.raises(MemoryBudgetError, match=r"any number of tokens.* context=1024, or a smaller window="):
+        plan(memory_bytes=60_000, kv=kv, prefill=prefill, context=None)
+    assert asked == [(128, None), (1024, 1024)], "of what cannot be, the smallest chunk is enough"
+    assert plan(memory_bytes=60_000, kv=kv, context=1024).total_bytes <= 60_000
+
+
 def test_a_context_that_nobody_asked_for_shrinks_for_what_its_prefill_takes_too() -> None:
     def scores(chunk: int, context: int) -> int:
         return chunk * context // 100

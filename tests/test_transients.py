@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import load
 from mlxmoe.decode import Decoder
 from mlxmoe.hub import demo_folder
+from mlxmoe.kv.positions import Rotation
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import KVBytes
@@ -24,7 +26,7 @@ from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
 from mlxmoe.transients.evaluation import peak_bytes
 from mlxmoe.transients.layout import contiguous, row_strides, view_strides
-from mlxmoe.transients.tracing import Node, Step, TracedChunk, Value
+from mlxmoe.transients.tracing import Node, Step, TracedChunk, Value, _arrays, _seen_caches
 
 DECODED = 3
 
@@ -85,6 +87,50 @@ def test_the_room_of_the_demo_model_without_an_end_is_that_of_a_long_text(kv_set
         assert planned >= 0.97 * measured_bytes(loaded, plan.chunk_tokens, 3 * plan.chunk_tokens)
     finally:
         loaded.experts.close()
+
+
+def test_a_large_window_is_planned_as_quickly_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sinks are turned for the steps within the two last chunks, however many there were before."""
+    turned = []
+
+    def moved(rotation: Rotation, rows: mx.array, by: int) -> mx.array:
+        turned.append(by)
+        return rows
+
+    monkeypatch.setattr(Rotation, "moved", moved)
+    counts, sizes = [], []
+    for window in (5_000, 500_000):
+        model = open_folder(demo_folder(), kv_settings=KVSettings(window))
+        transients = PrefillTransients(model.model, model.modules, model.kv, None, model.kv_choice.caches)
+        turned.clear()
+        sizes.append(transients.of(512, window + 1024))
+        counts.append(len(turned))
+    assert counts[0] == counts[1]
+    assert sizes[0] < sizes[1], "there are as many more rows"
+
+
+@pytest.mark.parametrize("kv_settings", [KVSettings(), KVSettings(100_000), KVSettings(64)], ids=str)
+def test_a_model_with_states_never_sees_more_than_a_chunk_or_a_step(
+    tmp_path: Path, kv_settings: KVSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph may be as long as the text; the keys and values of its other layers are as many all the same."""
+    model = open_folder(make_tiny(tmp_path / "tiny", DEFINITIONS["granitemoehybrid"]), kv_settings=kv_settings)
+    counts: list[int] = []
+    monkeypatch.setattr(type(model.model), "__call__", counted(type(model.model).__call__, counts))
+    found = _seen_caches(model.kv_choice.caches(model.model), model.model, model.modules, 90_112, 512)
+    assert counts == [256, 512]
+    stored = sum(sum(array.nbytes for array in _arrays([entry])) for entry in found)
+    assert stored == pytest.approx(model.kv.of(90_112), rel=0.03), "and what a window holds during a chunk"
+
+
+def counted(call: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+    """`call`, which notes how many tokens each call has."""
+
+    def run(model: Any, tokens: mx.array, *args: Any, **options: Any) -> Any:
+        counts.append(tokens.shape[1])
+        return call(model, tokens, *args, **options)
+
+    return run
 
 
 @pytest.mark.slow

@@ -128,6 +128,17 @@ def test_no_position_passes_the_trained_context(window: int, sinks: int, trained
     places = [token - positions.back(token) for token in range(300)]
     assert places[:trained] == list(range(trained))
     assert all(sinks <= place < trained for place in places[trained:])
+    if sinks <= Positions.most_sinks(trained):
+        assert positions.step >= trained // 8
+
+
+@pytest.mark.parametrize("window", [2**31, 2**31 + 5, 2**64])
+def test_a_window_may_be_larger_than_the_numbers_that_mlx_has(window: int) -> None:
+    rope, cuts = ROPES["plain"], [30, 31, 50]
+    layer = Attention.of(TOKENS, rope)
+    expected = layer.run(moving(rope, Positions.within(24, 1000, 4), 1000, 4), cuts)
+    assert mx.array_equal(layer.run(moving(rope, Positions.within(24, window, 4), window, 4), cuts), expected)
+    assert mx.array_equal(layer.run(SlidingWindowKVCache(window, window - 1), cuts), layer.run(KVCache(), cuts))
 
 
 def moving(rope: Any, positions: Positions, window: int, sinks: int, bits: int | None = None) -> SlidingWindowKVCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import (
     Engine,
     EngineClosedError,
+    MemoryBudgetError,
     PromptError,
     SavedStateError,
     Session,
@@ -25,6 +27,7 @@ from mlxmoe.hub import demo_folder
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.loading import load_folder
+from mlxmoe.opening import open_folder
 
 LONG = [(31 * i * i + 7 * i) % 2000 + 3 for i in range(700)]  # tokens; the demo model was made for 256
 
@@ -198,3 +201,97 @@ def test_a_session_of_a_model_that_a_window_would_break_is_refused(tmp_path: Pat
         with pytest.raises(UnsupportedModelError, match="window=64"):
             engine.session(kv_settings=KVSettings(window=64))
         assert engine.session().generate("x", max_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["longcat_flash", "longcat_flash_ngram"])
+def test_a_session_of_a_loaded_model_may_have_what_load_may(tmp_path: Path, name: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", DEFINITIONS[name])
+    with load(folder, window=64) as engine:
+        expected = engine.session().generate("In the beginning " * 30, max_tokens=3)
+    with load(folder, experts="50%") as engine:
+        session = engine.session(kv_settings=KVSettings(window=64))
+        assert session.generate("In the beginning " * 30, max_tokens=3) == expected
+
+
+def test_warnings_of_a_session_call_the_model_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    with load() as engine:
+        engine.session(kv_settings=KVSettings(window=300))
+    assert "window=300 is more than the 256 tokens qwen3_moe was made for" in caplog.text
+
+
+def test_what_are_no_settings_is_refused(demo: Engine, tmp_path: Path) -> None:
+    demo.session().save(tmp_path / "kept")
+    others: list[Any] = ["x", 5, (64, 4, None), {"window": 64}, [1], 0, "", False, KVSettings]
+    for settings in others:
+        with pytest.raises(WindowError, match="is no KVSettings"):
+            demo.session(kv_settings=settings)
+        with pytest.raises(WindowError, match="is no KVSettings"):
+            demo.restore(tmp_path / "kept", kv_settings=settings)
+
+
+@pytest.mark.parametrize("sinks", [225, 255, 256, 1000, 2**31])
+def test_sinks_that_leave_no_room_for_positions_are_refused(demo: Engine, sinks: int) -> None:
+    said = f"sinks={sinks} are too many of the 256 tokens .* at most 224 can"
+    with pytest.raises(WindowError, match=said):
+        load(window=sinks + 2, sinks=sinks)
+    with pytest.raises(WindowError, match=said):
+        demo.session(kv_settings=KVSettings(sinks + 2, sinks))
+
+
+def test_with_as_many_sinks_as_there_may_be_the_window_is_turned_now_and_then_only(demo: Engine) -> None:
+    for window in (225, 300):
+        cache = demo.session(kv_settings=KVSettings(window, 224))._replier.decoder.new_cache()[0]
+        assert cache.positions.step == 256 // 8
+
+
+def test_sinks_are_as_many_as_one_likes_where_no_position_moves(tmp_path: Path) -> None:
+    config = {**DEFINITIONS["deepseek_v2"], "max_position_embeddings": 64}
+    with load(make_tiny(tmp_path / "fixed", config), window=80, sinks=70) as engine:
+        assert engine.plan.context == 64
+    with load(window=None, sinks=1000, kv_bits=8) as engine:
+        assert engine.plan.context == 256, "without a window there are no sinks"
+
+
+def test_a_session_holds_room_for_no_more_than_its_text_has() -> None:
+    prompt = "In the beginning " * 30
+    with load() as engine:
+        large, fitting = (engine.session(kv_settings=KVSettings(window)) for window in (10**9, 1000))
+        assert large.generate(prompt, max_tokens=10) == fitting.generate(prompt, max_tokens=10)
+        assert large._lease.nbytes == fitting._lease.nbytes < 4_000_000
+
+
+def test_a_session_holds_room_for_the_rows_that_its_widest_layer_is_handed(tmp_path: Path) -> None:
+    row_bytes = 2 * 32 * 4  # of a layer: a key and a value of a head of 32, in float32
+    packed_bytes = row_bytes * 10 // 32  # 8 bits, and scale and bias
+    with load(make_tiny(tmp_path / "tiny"), context=400) as engine:
+        for settings, stored_bytes, handed in (
+            (KVSettings(64, sinks=0), 3 * 64 * row_bytes, 64 + 400),  # a chunk is no longer than the context
+            (KVSettings(3000, sinks=0), 3 * 1024 * row_bytes, 1024),
+            (KVSettings(64, sinks=0, kv_bits=8), 3 * 64 * packed_bytes, 64 + 400),
+            (KVSettings(64), 3 * 64 * row_bytes, 64 + 400 + 4),  # trained for 512, the next step is beyond the text
+            (KVSettings(kv_bits=8), 3 * 1024 * packed_bytes, 1024),
+        ):
+            kind = engine._kind(settings)
+            assert kind.replier.decoder.chunk_tokens == 400
+            held = kind.kv.of(800) - stored_bytes
+            assert handed * row_bytes <= held <= (handed + 8) * row_bytes
+
+
+@pytest.mark.parametrize("window", [10**7, 2**31 + 5, 2**64])
+def test_a_window_that_fits_no_memory_is_refused_with_what_would_fit(window: int) -> None:
+    opened = open_folder(demo_folder(), kv_settings=KVSettings(window))
+    with pytest.raises(
+        MemoryBudgetError, match=r"KV cache for any number of tokens, .* or a smaller window="
+    ) as error:
+        load(window=window, memory="300MB")
+    found = re.search(r"context=(\d+)", str(error.value))
+    assert found is not None
+    assert 0 < opened.kv.of(int(found[1])) < 300_000_000
+    with load(window=window, memory="300MB", context=int(found[1])) as engine:
+        assert engine.plan.context == int(found[1]) > 1000
+
+
+def test_a_window_longer_than_the_context_is_none() -> None:
+    with load(context=250) as plain, load(window=10**9, context=250) as engine:
+        assert engine.plan.prefill_bytes == plain.plan.prefill_bytes
+        assert mx.array_equal(engine.logits(LONG[:250]), plain.logits(LONG[:250]))

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from mlxmoe.errors import UnsupportedModelError
+from mlxmoe.errors import UnsupportedModelError, WindowError
 from mlxmoe.kv.layers import KVLayer, KVLayers, find_kv_layers, leaves_of
 from mlxmoe.kv.positions import Positions
 from mlxmoe.kv.settings import KVSettings
@@ -39,7 +39,7 @@ class KVChoice:
     def positions(self) -> Positions | None:
         """How positions stay within the trained context; None where they count on."""
         window = self.settings.window
-        if window is None or not self.layers.movable or self.trained is None or self.trained <= self.settings.sinks:
+        if window is None or not self.layers.movable or self.trained is None:
             return None
         return Positions.within(self.trained, window, self.settings.sinks)
 
@@ -88,13 +88,14 @@ def room(caches: Iterable[Any]) -> int | None:
 def choose(model: nn.Module, settings: KVSettings, trained: int | None) -> KVChoice:
     """The caches of `model` for `settings`. Raises UnsupportedModelError for a definition that they would break.
 
+    Raises WindowError for sinks that leave less of the trained context than its positions need to go back in steps.
     Logs a warning where positions cannot be kept within what the model was made for.
     """
     if settings.lossless:
         return KVChoice(settings, KVLayers(()), trained)
     layers = find_kv_layers(model)
     choice = KVChoice(settings, layers, trained)
-    name = type(model).__module__.rpartition(".")[2]
+    name = _definition(model)
     asked = " and ".join(
         f"{key}={value}" for key, value in (("window", settings.window), ("kv_bits", settings.kv_bits)) if value
     )
@@ -109,8 +110,26 @@ def choose(model: nn.Module, settings: KVSettings, trained: int | None) -> KVCho
             f"Load it without."
         )
     if settings.window is not None:
+        _refuse_sinks(name, choice)
         _warn_of_positions(name, choice, settings.window)
     return choice
+
+
+def _refuse_sinks(name: str, choice: KVChoice) -> None:
+    if choice.positions is None:
+        return
+    sinks, trained = choice.settings.sinks, choice.positions.trained
+    if sinks > (most := Positions.most_sinks(trained)):
+        raise WindowError(
+            f"sinks={sinks} are too many of the {trained} tokens that {name} was made for: the tokens after them "
+            f"need an eighth of it. Lower sinks=: at most {most} can be had with this model."
+        )
+
+
+def _definition(model: nn.Module) -> str:
+    """What mlx-lm calls the model's definition, also where a class of ours is mixed in before the model's own."""
+    kind: type = getattr(model, "stock_class", type(model))
+    return kind.__module__.rpartition(".")[2]
 
 
 def _warn_of_positions(name: str, choice: KVChoice, window: int) -> None:

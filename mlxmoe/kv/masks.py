@@ -15,22 +15,21 @@ def window_mask(
     start: int, stop: int, window: int, sinks: int, positions: Positions | None, own_window: int | None
 ) -> mx.array:
     """`[T, K]` for tokens `start` to `stop`; `own_window`: a window of the layer's own, which narrows this one."""
-    tokens, epochs = _columns(start, stop, window, sinks, positions)
+    recent, sinks = min(window - sinks, stop), min(sinks, stop)  # what is larger may be no number that MLX has
+    tokens, epochs = _columns(start, stop, recent, sinks, positions)
     asking = mx.arange(start, stop)[:, None]
     distance = asking - tokens
-    allowed = (distance >= 0) & mx.where(
-        tokens < sinks, epochs == _epochs(asking, positions), distance < window - sinks
-    )
+    allowed = (distance >= 0) & mx.where(tokens < sinks, epochs == _epochs(asking, positions), distance < recent)
     return allowed if own_window is None else allowed & (distance < own_window)
 
 
 def _columns(
-    start: int, stop: int, window: int, sinks: int, positions: Positions | None
+    start: int, stop: int, recent: int, sinks: int, positions: Positions | None
 ) -> tuple[mx.array, mx.array]:
-    """The token of each row, and for sinks the epoch that they are there for."""
-    recent, first, kept = window - sinks, mx.arange(sinks), min(sinks, start)
+    """The token of each row, and for sinks the epoch that they are there for; `recent`: the window's other tokens."""
+    first, kept = mx.arange(sinks), min(sinks, start)
     now, last = (0, 0) if positions is None else (positions.epoch(start), positions.epoch(stop - 1))
-    if stop - start == 1 and start >= window:
+    if stop - start == 1 and start >= sinks + recent:
         tokens = mx.concatenate([first, start - (start - sinks - mx.arange(recent)) % recent])
         return tokens, mx.full(tokens.shape, now)
     tokens = mx.concatenate([first[:kept], mx.arange(max(kept, start - recent), stop)])

@@ -23,6 +23,15 @@ class Positions:
     trained: int
     step: int
 
+    @staticmethod
+    def most_sinks(trained: int) -> int:
+        """As many sinks as leave an eighth of the trained context for steps.
+
+        With more, a step is a few tokens or one: the whole window is turned for nearly every token, and a call of
+        many is handed the sinks as many times.
+        """
+        return trained - max(trained // 8, 1)
+
     @classmethod
     def within(cls, trained: int, window: int, sinks: int) -> Positions:
         """For a window of a model trained for `trained` tokens, of which the first `sinks` stay.
@@ -30,7 +39,8 @@ class Positions:
         A step is what the window leaves of the trained context, so that a row is turned once while it is in a window
         of half the context or less; or an eighth of the context where that is more: then the sinks stand for a while
         where the oldest tokens of the window are. No step goes back behind the last sink: a token that attends to
-        one with a later position than its own is nothing that a model was trained on.
+        one with a later position than its own is nothing that a model was trained on. Up to `most_sinks` that is
+        never less than the eighth.
         """
         return cls(trained, max(min(max(trained - window, trained // 8), trained - sinks), 1))
 

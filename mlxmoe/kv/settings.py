@@ -39,5 +39,15 @@ class KVSettings:
         return self.window is None and self.kv_bits is None
 
 
+def checked(settings: object) -> KVSettings:
+    """`settings` if that is what they are. Raises WindowError for anything else."""
+    if not isinstance(settings, KVSettings):
+        raise WindowError(
+            f"kv_settings={settings!r} is no KVSettings. Write KVSettings(window=4096, kv_bits=8), or leave it out "
+            f"for the engine's own."
+        )
+    return settings
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -15,7 +15,8 @@ KV_STEP = 256  # tokens by which mlx-lm's caches grow
 CHUNK_TOKENS = (2048, 512, 128)  # of prefill at a time; the first is mlx-lm's own, for the same arithmetic
 POOL_BYTES = 64 * 2**20  # freed buffers that MLX may keep for reuse, at least
 
-Prefill = Callable[[int, int], int]  # (chunk tokens, context tokens) -> bytes that a prefill's activations take
+# (chunk tokens, context tokens or None for any number) -> bytes that a prefill's activations take
+Prefill = Callable[[int, int | None], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +227,18 @@ def make_plan(
     if whole < total or not split.take_chunk(room - total - split.kv_bytes):
         if context is None:
             split.shrink_context((room - least) // 4)
-        while not split.take_chunk((room - least) // 4):
+        while not split.take_chunk(min((room - least) // 4, room - least - split.kv_bytes)):
             if context is not None or not split.halve_context():
                 break  # it may fit even so, with little left for experts
     if trunk_bytes + split.nbytes + least > memory_bytes:
         said = _too_little(experts, memory_bytes, trunk_bytes, least, split)
         split = _Split(context or model_context, kv, prefill, pool_bytes)
+        window = (
+            ", or a smaller window=" if split.context is None and split.bound_context((room - floor) // 4) else ""
+        )
         if context is None:
             split.shrink_context((room - floor) // 4)
-        raise MemoryBudgetError(f"{said} {_nearest(split, trunk_bytes, floor, memory_bytes)}")
+        raise MemoryBudgetError(f"{said} {_nearest(split, trunk_bytes, floor, memory_bytes, window)}")
     plan = Plan(
         trunk_bytes=trunk_bytes,
         expert_bytes=total,
@@ -294,9 +298,13 @@ class _Split:
 
     def take_chunk(self, room: int) -> bool:
         """Take the largest chunk whose activations and pool fit `room`; the smallest, and False, where none does."""
-        for self.chunk_tokens in CHUNK_TOKENS:
-            attended = self.context or self.chunk_tokens
-            self.prefill_bytes = self._prefill(min(self.chunk_tokens, attended), attended)
+        choices = (
+            CHUNK_TOKENS if room >= self._least_pool_bytes else CHUNK_TOKENS[-1:]
+        )  # no need to ask for the others
+        for self.chunk_tokens in choices:
+            self.prefill_bytes = self._prefill(
+                min(self.chunk_tokens, self.context or self.chunk_tokens), self.context
+            )
             if self.prefill_bytes + self.pool_bytes <= room:
                 return True
         return False
@@ -305,6 +313,13 @@ class _Split:
         """Have no more context than whose KV cache fits `room`."""
         if self.context is not None and self.kv_bytes > room:
             self.context = min(self.context, max(KV_STEP, self._kv.tokens_in(max(0, room))))
+
+    def bound_context(self, room: int) -> bool:
+        """Have a bound where there was none, if the KV cache of a text of any length does not fit `room`."""
+        if self.kv_bytes <= room:
+            return False
+        self.context = max(KV_STEP, self._kv.tokens_in(max(0, room)))
+        return True
 
     def halve_context(self) -> bool:
         """Have half the context, in whole steps; False where it is one step already."""
@@ -319,22 +334,22 @@ def _too_little(experts: int | float | str, memory_bytes: int, trunk_bytes: int,
     need = trunk_bytes + split.nbytes + least
     return (
         f"The memory budget is {format_bytes(memory_bytes)}, but {format_bytes(trunk_bytes)} trunk, "
-        f"{format_bytes(split.kv_bytes)} KV cache for {split.context or 'any'} tokens, "
+        f"{format_bytes(split.kv_bytes)} KV cache for {split.context or 'any number of'} tokens, "
         f"{format_bytes(split.prefill_bytes + split.pool_bytes)} for prefill and {format_bytes(least)} for {what} "
         f"need {format_bytes(need, up=True)}."
     )
 
 
-def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int) -> str:
+def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int, instead: str) -> str:
     """The largest context that would fit with the fewest experts, or the least memory that would do.
 
-    Modifies `split`.
+    `instead`: what would do as well as that context. Modifies `split`.
     """
     while True:
         split.take_chunk(memory_bytes - trunk_bytes - split.kv_bytes - floor)
         need = trunk_bytes + split.nbytes + floor
         if need <= memory_bytes:
-            return f"What would fit: experts='auto' with context={split.context or KV_STEP}."
+            return f"What would fit: experts='auto' with context={split.context or KV_STEP}{instead}."
         if not split.halve_context():
             break
     return (

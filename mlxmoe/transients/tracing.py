@@ -23,6 +23,8 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES
 from mlxmoe.experts.switch import Listening, mixed
 from mlxmoe.kv.layers import leaves_of
+from mlxmoe.kv.window import SlidingWindowKVCache
+from mlxmoe.memory.plan import KV_STEP
 
 MakeCaches = Callable[[nn.Module], list[Any]]
 
@@ -323,10 +325,65 @@ def _seen_caches(
 ) -> list[Any]:
     """`caches` after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
     with Listening(dict(modules)):
-        for count in (seen - chunk, min(seen, chunk)):
-            if count > 0:
-                model(mx.zeros((1, count), dtype=mx.int32), cache=caches)
+        if seen > chunk:
+            with _sinks_once(caches):
+                _see(model, caches, seen - chunk)
+        if seen:
+            model(mx.zeros((1, min(seen, chunk)), dtype=mx.int32), cache=caches)
     return caches
+
+
+def _see(model: nn.Module, caches: list[Any], count: int) -> None:
+    """Let `caches` see `count` tokens; the model itself no more than a step of them where it has states.
+
+    Those are of one size after any number, but their definitions may build a graph as long as the text.
+    """
+    leaves = leaves_of(caches)
+    rest = count - KV_STEP if any(isinstance(entry, ArraysCache) for entry in leaves) else 0
+    given: list[tuple[Any, mx.array, mx.array]] = []
+    with _overheard(leaves, given):
+        model(mx.zeros((1, count - max(0, rest)), dtype=mx.int32), cache=caches)
+    if rest > 0:
+        for entry, *rows in given:
+            entry.update_and_fetch(*(mx.zeros((*part.shape[:2], rest, part.shape[3]), part.dtype) for part in rows))
+
+
+@contextmanager
+def _overheard(leaves: Sequence[Any], given: list[tuple[Any, mx.array, mx.array]]) -> Iterator[None]:
+    """Within this context the keys and values that caches are given are noted."""
+
+    def noting(entry: Any, take: Callable[[mx.array, mx.array], Any]) -> Callable[[mx.array, mx.array], Any]:
+        def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
+            given.append((entry, keys, values))
+            return take(keys, values)
+
+        return update_and_fetch
+
+    told = [entry for entry in leaves if hasattr(entry, "update_and_fetch")]
+    try:
+        for entry in told:
+            entry.update_and_fetch = noting(entry, entry.update_and_fetch)
+        yield
+    finally:
+        for entry in told:
+            vars(entry).pop("update_and_fetch", None)
+
+
+@contextmanager
+def _sinks_once(caches: Sequence[Any]) -> Iterator[None]:
+    """Within this context windows hand out no sinks again for steps of their positions: what they keep is the same.
+
+    All of a long text in one call would have as many of them as it has steps, for nothing.
+    """
+    windows = [entry for entry in leaves_of(caches) if isinstance(entry, SlidingWindowKVCache)]
+    positions = [window.positions for window in windows]
+    try:
+        for window in windows:
+            window.positions = None
+        yield
+    finally:
+        for window, own in zip(windows, positions, strict=True):
+            window.positions = own
 
 
 def _arrays(caches: Sequence[Any]) -> list[mx.array]:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mlxmoe.experts.layer import expert_arrays
+from mlxmoe.experts.switch import expert_arrays
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import Plan
