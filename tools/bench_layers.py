@@ -21,10 +21,14 @@ from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, sw
 
 
 def hit_path(bench: Bench) -> Iterator[Row]:
-    """Host time of a layer whose wanted experts all have slots, above the stock layer and its one sync."""
+    """Host time of a layer whose wanted experts all have slots, above the stock layer and its one sync.
+
+    That is the calling thread's processor time until the output is evaluated: the one starts to compute before it
+    returns, the other when it is evaluated. Without lookahead, which has a case of its own.
+    """
     runs = max(100, bench.steps * 8)
     top_k = bench.top_k
-    with open_engine(bench.model, 0.5) as engine:
+    with open_engine(bench.model, 0.5, lookahead=False) as engine:
         bench.say("hit path")
         with Subject.of(engine).layers() as layers:
             stock = list(switch_modules(bench.stock).values())
@@ -32,40 +36,40 @@ def hit_path(bench: Bench) -> Iterator[Row]:
             scores = mx.zeros((1, 1, num_experts(stock[0])))
             scores[..., :top_k] = mx.arange(top_k) + 1.0
             mx.eval(x, scores)
-            returned: list[list[float]] = [[], []]
+            host_s: list[list[float]] = [[], []]
 
             def wanted() -> mx.array:
                 """A router's last step, not evaluated."""
                 return mx.argpartition(-scores, kth=top_k - 1, axis=-1)[..., :top_k]
 
             def ours(n: int) -> mx.array:
-                began = time.perf_counter()
+                began = time.thread_time()
                 out: mx.array = layers[n % len(layers)](x, wanted())
-                returned[0].append(time.perf_counter() - began)
                 mx.eval(out)
+                host_s[0].append(time.thread_time() - began)
                 return out
 
             def stock_and_sync(n: int) -> mx.array:
-                began = time.perf_counter()
+                began = time.thread_time()
                 indices = wanted()
                 mx.eval(indices)
                 out: mx.array = stock[n % len(stock)](x, indices)
-                returned[1].append(time.perf_counter() - began)
                 mx.eval(out)
+                host_s[1].append(time.thread_time() - began)
                 return out
 
             for n in range(2 * len(layers)):
                 ours(n)
                 stock_and_sync(n)
-            returned[0].clear()
-            returned[1].clear()
+            host_s[0].clear()
+            host_s[1].clear()
             times, stock_times, exact = in_pairs(ours, stock_and_sync, runs, equal)
     above = [1e6 * (a - b) for a, b in zip(times, stock_times, strict=True)]
-    host = [1e6 * (a - b) for a, b in zip(*returned, strict=True)]
+    host = [1e6 * (a - b) for a, b in zip(*host_s, strict=True)]
     details = {"layer_s": statistics.median(stock_times)}
-    what = "a layer's host time above stock and its sync, until it returns"
+    what = "a layer's host time above stock and its sync"
     yield row_of("hit-path", what, host, "us", target=Target("<=", 60), exact=exact, details=details)
-    yield row_of("hit-path", "the same, until its output is evaluated", above, "us", exact=exact, details=details)
+    yield row_of("hit-path", "the same by the clock, compute and all", above, "us", exact=exact, details=details)
 
 
 # --- a recorded trace ---------------------------------------------------------------------------------------

@@ -145,11 +145,12 @@ class ExpertBank:
             self.counters.foreseen += foreseen
             self.counters.unforeseen += len(last_use) - foreseen
             self._guessed = frozenset()
-        waves = plan_waves(last_use, self._policy, self._coming, self.slots)
         hits = sum(expert in self._policy for expert in last_use)
         self.counters.hits += hits
         self.counters.misses += len(last_use) - hits
-        return waves
+        if hits == len(last_use):
+            return [self._wanted]
+        return plan_waves(last_use, self._policy, self._coming, self.slots)
 
     def fetch(self, wave: Sequence[int]) -> bool:
         """Begin to read what of `wave` has no slot. False, and nothing happens, as long as there is no room for it.

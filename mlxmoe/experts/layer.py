@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxmoe.errors import RequestError
 from mlxmoe.experts.bank import ExpertBank
@@ -101,7 +101,7 @@ class ExpertStream:
         bank, top_k = self.bank, indices.shape[-1]
         guess = [] if self.ahead is None else self.ahead.guess(x, top_k)
         mx.eval(indices, self.take_pending(), guess)
-        experts = cast(list[int], indices.flatten().tolist())
+        experts: list[int] = np.asarray(indices).ravel().tolist()  # MLX's own flatten would be one more evaluation
         waves = bank.want(experts, top_k)
         if self.foretold is not None:
             self.foretold.note_call()

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.switch import mixed
@@ -137,7 +138,7 @@ class Lookahead:
     def expect(self, guess: mx.array) -> None:
         """Have the bank read what is missing of an evaluated `guess`, behind what is waited for."""
         assert self._bank is not None, "a guess is made for a bank"
-        self._bank.expect(cast(list[int], guess.flatten().tolist()))
+        self._bank.expect(np.asarray(guess).ravel().tolist())
 
     def note_call(self) -> None:
         """The layer was called, and its bank has counted what it wanted."""
