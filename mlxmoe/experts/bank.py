@@ -196,6 +196,7 @@ class ExpertBank:
         self._changing = True
         self._needed, self._guessed = set(experts), frozenset(experts)
         missing = [expert for expert in self._needed if expert not in self._policy and expert not in self._coming]
+        missing.sort(key=self._policy.worth, reverse=True)  # what is wanted more often is guessed right more often
         self._make_room(len(missing))
         for expert in missing[: len(self._free)]:
             slot = self._free.pop()
