@@ -137,15 +137,16 @@ class ExpertBank:
         self._changing = True
         self._policy.count(experts, top_k)
         last_use = dict(zip(experts, count()))
-        self._wanted, self._needed = list(last_use), set(last_use)
+        wanted = last_use.keys()
+        self._wanted, self._needed = list(wanted), set(wanted)
         if self._coming:
             self._take_in()
         if self._guessed:
-            foreseen = sum(expert in self._guessed for expert in last_use)
+            foreseen = len(wanted & self._guessed)
             self.counters.foreseen += foreseen
             self.counters.unforeseen += len(last_use) - foreseen
             self._guessed = frozenset()
-        hits = sum(expert in self._policy for expert in last_use)
+        hits = len(wanted & self._policy.held)
         self.counters.hits += hits
         self.counters.misses += len(last_use) - hits
         if hits == len(last_use):

@@ -6,7 +6,7 @@ Pure Python over expert ids. Knows nothing of MLX, slots' memory or files.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 LARGEST_WEIGHT = 2.0**500  # of a token, before values are scaled down; far from overflow
@@ -41,6 +41,11 @@ class LRFU:
 
     def __contains__(self, expert: object) -> bool:
         return expert in self._last_call
+
+    @property
+    def held(self) -> KeysView[int]:
+        """The experts that hold a slot, in no order."""
+        return self._last_call.keys()
 
     @property
     def last_calls(self) -> dict[int, int]:
