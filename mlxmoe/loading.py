@@ -6,7 +6,6 @@ before anything is evaluated, and only then is the trunk read.
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -86,7 +85,7 @@ def load_folder(
     context = _asked_context(path, bound, context)
     plan = divide_memory(
         opened,
-        prefill_room(opened),
+        PrefillRoom(opened),
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
@@ -128,14 +127,14 @@ def load_folder(
 
 def divide_memory(
     opened: OpenedModel,
-    room: Callable[[int, int | None], int],
+    room: PrefillRoom,
     *,
     experts: int | float | str,
     memory_bytes: int,
     reserve_bytes: int = 0,
     context: int | None = None,
 ) -> Plan:
-    """The plan that a model is loaded with. `room`: what its prefill takes, as `prefill_room` says.
+    """The plan that a model is loaded with. `room`: what its prefill takes.
 
     `context`: tokens that must fit, None for the model's own or as much of it as fits. Raises MemoryBudgetError.
     """
@@ -144,7 +143,8 @@ def divide_memory(
         opened.layers,
         trunk_bytes=opened.trunk_bytes,
         kv=opened.kv,
-        prefill=room,
+        prefill=room.at_most,
+        resident_prefill=room.resident,
         context=context,
         model_context=bound,
         experts=experts,
@@ -167,24 +167,33 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def prefill_room(opened: OpenedModel) -> Callable[[int, int | None], int]:
-    """Of chunk tokens and context: room for one chunk's activations, however the experts are resized later.
+class PrefillRoom:
+    """Room for the activations of one prefill chunk, of its tokens and the context. Remembers what it computed.
 
-    That is with half of them in slots, or all, whichever is more. Without a context: of a chunk after as many tokens
-    as any later one attends to. What was computed once is remembered.
+    Without a context: of a chunk after as many tokens as any later one attends to.
     """
-    half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-    make_caches = opened.kv_choice.caches
-    needs = [PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)]
 
-    @functools.cache
-    def room(chunk_tokens: int, context: int | None) -> int:
+    def __init__(self, opened: OpenedModel) -> None:
+        make_caches = opened.kv_choice.caches
+        half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
+        self._settled_tokens = opened.kv_choice.settled_tokens
+        self._half, self._resident = (
+            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)
+        )
+
+    def resident(self, chunk_tokens: int, context: int | None) -> int:
+        """With all experts in memory."""
+        return self._of(self._resident, chunk_tokens, context)
+
+    def at_most(self, chunk_tokens: int, context: int | None) -> int:
+        """However the experts are resized: with half of them in slots or with all, whichever is more."""
+        return max(self.resident(chunk_tokens, context), self._of(self._half, chunk_tokens, context))
+
+    def _of(self, transients: PrefillTransients, chunk_tokens: int, context: int | None) -> int:
         if context is None:
-            seen = -(-opened.kv_choice.settled_tokens // chunk_tokens) * chunk_tokens
+            seen = -(-self._settled_tokens // chunk_tokens) * chunk_tokens
             context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
-        return max(transients.of(chunk_tokens, context) for transients in needs)
-
-    return room
+        return transients.of(chunk_tokens, context)
 
 
 def _read_weights(

@@ -118,6 +118,23 @@ def test_the_context_is_the_models_where_it_fits() -> None:
     assert plan(memory_bytes=100_000, context=None, model_context=None).context is None
 
 
+def test_while_all_experts_fit_nothing_else_is_asked_what_a_prefill_takes() -> None:
+    def refuse(chunk: int, context: int | None) -> int:
+        raise AssertionError("asked for experts that come and go")
+
+    made = plan(memory_bytes=60_000, prefill=refuse, resident_prefill=lambda chunk, context: 700)
+    assert (made.prefill_bytes, made.bank_bytes) == (700, 32_000)
+    asked = []
+    made = plan(
+        memory_bytes=20_000,
+        prefill=lambda chunk, context: asked.append(chunk) or 300,
+        resident_prefill=lambda chunk, context: 700,
+    )
+    assert made.prefill_bytes == 300
+    assert made.bank_bytes < 32_000
+    assert asked
+
+
 @given(memory=st.integers(10_500, 60_000), model_context=st.integers(300, 100_000))
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(memory: int, model_context: int) -> None:
     made = plan(memory_bytes=memory, context=None, model_context=model_context)

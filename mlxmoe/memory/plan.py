@@ -209,22 +209,26 @@ def make_plan(
     memory_bytes: int,
     reserve_bytes: int = 0,
     pool_bytes: int = POOL_BYTES,
+    resident_prefill: Prefill | None = None,
 ) -> Plan:
     """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers.
 
     `context`: tokens that must fit, None for `model_context` or as much of it as fits. `kv`: what the cache of a
-    context takes. `prefill`: what a chunk's activations take. `pool_bytes`: the least that MLX may keep of freed
-    buffers. The prefill chunk is as large as mlx-lm's if all experts fit beside it, or if it takes at most a quarter
-    of the room beside one token's experts; else smaller. A context that nobody asked for takes at most that, too.
+    context takes. `prefill`: what a chunk's activations take at most, however many experts are in memory, and
+    `resident_prefill` with all of them: asked first, and the other only where they do not fit. `pool_bytes`: the
+    least that MLX may keep of freed buffers. The prefill chunk is as large as mlx-lm's if all experts fit beside it,
+    or if it takes at most a quarter of the room beside one token's experts; else smaller. A context that nobody asked
+    for takes at most that, too.
     """
     total = sum(layer.nbytes for layer in layers)
     floor = sum(layer.floor_bytes for layer in layers)
     least = expert_budget(experts, layers, auto_bytes=floor)
     room = memory_bytes - trunk_bytes
     prefill = functools.cache(prefill)  # asked for the same chunk and context on several ways
-    split = _Split(context or model_context, kv, prefill, pool_bytes)
+    split = _Split(context or model_context, kv, resident_prefill or prefill, pool_bytes)
     whole = total if experts == "auto" else least
     if whole < total or not split.take_chunk(room - total - split.kv_bytes):
+        split = _Split(context or model_context, kv, prefill, pool_bytes)
         if context is None:
             split.shrink_context((room - least) // 4)
         while not split.take_chunk(min((room - least) // 4, room - least - split.kv_bytes)):

@@ -14,7 +14,7 @@ from mlxmoe.errors import (
 )
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.loading import divide_memory, prefill_room
+from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.plan import POOL_BYTES, Plan, expert_budget
 from mlxmoe.memory.sizes import format_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
@@ -90,7 +90,7 @@ def _report(
     work = Workload.of(opened)
     curves = _curves(opened, hits)
     unreadable = None if outline.weights == "config" else _unreadable(opened, outline)
-    room = prefill_room(opened)
+    room = PrefillRoom(opened)
     rows = []
     for context in lengths:
         if why := _surely_too_much(context, opened, target, experts):
