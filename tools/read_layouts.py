@@ -13,6 +13,7 @@ system calls cold: a hypervisor or a disk has caches of its own. The files are g
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -39,7 +40,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mlxmoe.experts.reader import ExpertReader, Piece
+from mlxmoe.doctor.machine import Machine
+from mlxmoe.doctor.read_rate import F_NOCACHE
+from mlxmoe.experts import reader as product
+from mlxmoe.experts.reader import PIECE_BYTES, ExpertReader, Piece
 from mlxmoe.experts.safetensors import FileState
 
 PAGE_BYTES = 16 * 1024  # a Mac's; the test machine's are a quarter of it
@@ -73,6 +77,8 @@ class Model:
 PRESETS = {
     # 2048 x 768 in 4 bits; scales and biases in bfloat16 of groups of 64.
     "qwen3-30b-a3b": Model(128, (786_432, 49_152, 49_152) * 3),
+    # 2048 x 512, as above.
+    "qwen3.5-35b-a3b": Model(256, (524_288, 32_768, 32_768) * 3),
     # 2880 x 2880 in mxfp4: a scale of one byte for 32 weights, and a bias of the projection in bfloat16.
     "gpt-oss-20b": Model(32, (4_147_200, 259_200, 5_760) * 3),
     # make_synthetic.py's: 512 x 256 in 4 bits; scales and biases in float32 of groups of 64.
@@ -105,7 +111,8 @@ class Files:
                 block = (first + expert) * model.block_bytes
                 by_expert = [block + within[tensor] for tensor in range(len(model.tensors))]
                 for places, offsets in zip(self.places, (stacked, by_expert), strict=True):
-                    places.append([]) if expert == 0 else None
+                    if expert == 0:
+                        places.append([])
                     places[layer].append(offsets)
         self._write(np.random.default_rng(seed), order)
         self.states = {path: FileState.at(path) for path in self.paths}
@@ -119,16 +126,21 @@ class Files:
         model = self.model
         padding = bytes(model.block_bytes - model.expert_bytes)
         with open(self.paths[STACKED], "wb") as stacked, open(self.paths[BY_EXPERT], "wb") as by_expert:
+            if sys.platform == "darwin":  # where nothing can be dropped from the page cache, it should not get in
+                for file in (stacked, by_expert):
+                    fcntl.fcntl(file.fileno(), F_NOCACHE, 1)
             stacked.write(bytes(HEADER_BYTES))
             for _ in track(range(self.layers), "writing", console=Console(stderr=True), transient=True):
                 tensors = [memoryview(random_bytes.bytes(nbytes * model.experts)) for nbytes in model.tensors]
                 for tensor in tensors:
                     stacked.write(tensor)
+                parts: list[bytes | memoryview] = []
                 for expert in range(model.experts):
                     for number in order:
                         nbytes = model.tensors[number]
-                        by_expert.write(tensors[number][expert * nbytes : (expert + 1) * nbytes])
-                    by_expert.write(padding)
+                        parts.append(tensors[number][expert * nbytes : (expert + 1) * nbytes])
+                    parts.append(padding)
+                by_expert.write(b"".join(parts))  # in one go as a tensor is: writes decide how a file lies on a disk
             for file in (stacked, by_expert):
                 file.flush()
                 os.fsync(file.fileno())  # what is not written yet is not dropped from the page cache
@@ -199,6 +211,9 @@ def main(command: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=20, help="of each set; fewer where a file has too few experts")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="recordings to weigh the cold sets by")
+    parser.add_argument(
+        "--piece", type=parse_bytes, default=PIECE_BYTES, help="of one read of experts one by one, for more threads"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command)
     model = PRESETS[arguments.expert]
@@ -213,11 +228,11 @@ def main(command: Sequence[str] | None = None) -> None:
         )
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="read-layouts-", dir=arguments.folder) as folder:
         files = Files(Path(folder), model, layers, arguments.seed)
-        same = same_bytes(files)
         rows = [
-            *measure_cold(files, arguments.sets, arguments.pairs, random.Random(arguments.seed)),
-            *measure_warm(files, arguments.sets, arguments.pairs, random.Random(arguments.seed)),
+            *measure_cold(files, arguments.sets, arguments.pairs, arguments.piece, random.Random(arguments.seed)),
+            *measure_warm(files, arguments.sets, arguments.pairs, arguments.piece, random.Random(arguments.seed)),
         ]
+        same = same_bytes(files)  # behind what must be cold
         python_us = python_only(files, arguments.pairs)
         nbytes = files.nbytes
     mixes = [mix for file in arguments.trace for mix in weigh(file, rows)]
@@ -226,6 +241,7 @@ def main(command: Sequence[str] | None = None) -> None:
         "expert": arguments.expert,
         "expert_bytes": model.expert_bytes,
         "layers": layers,
+        "piece_bytes": arguments.piece,
         "file_bytes": nbytes,
         "same_bytes": same,
         "rows": [asdict(row) for row in rows],
@@ -270,12 +286,12 @@ def same_bytes(files: Files) -> bool:
     return True
 
 
-def measure_cold(files: Files, counts: Sequence[int], pairs: int, rng: random.Random) -> list[Row]:
+def measure_cold(files: Files, counts: Sequence[int], pairs: int, piece: int, rng: random.Random) -> list[Row]:
     """Each expert is read once from each file; all sizes of sets by turns, so that a slow minute is everybody's."""
     unread = [rng.sample(range(files.model.experts), files.model.experts) for _ in range(files.layers)]
     found: dict[int, list[tuple[Once, Once]]] = {count: [] for count in counts}
     files.drop()
-    with Bench(files, max(counts)) as bench:
+    with Bench(files, max(counts), piece) as bench:
         for number in track(range(pairs), "cold", console=Console(stderr=True), transient=True):
             for count in sorted(counts):  # the largest go without, where experts run out
                 layers = [layer for layer, left in enumerate(unread) if len(left) >= count]
@@ -286,10 +302,10 @@ def measure_cold(files: Files, counts: Sequence[int], pairs: int, rng: random.Ra
     return [row_of("cold", files.model, count, found[count]) for count in counts if len(found[count]) > 1]
 
 
-def measure_warm(files: Files, counts: Sequence[int], pairs: int, rng: random.Random) -> list[Row]:
+def measure_warm(files: Files, counts: Sequence[int], pairs: int, piece: int, rng: random.Random) -> list[Row]:
     """Both files' experts are read once just before."""
     found: dict[int, list[tuple[Once, Once]]] = {count: [] for count in counts}
-    with Bench(files, max(counts)) as bench:
+    with Bench(files, max(counts), piece) as bench:
         for number in track(range(pairs), "warm", console=Console(stderr=True), transient=True):
             for count in counts:
                 layer = rng.randrange(files.layers)
@@ -300,10 +316,15 @@ def measure_warm(files: Files, counts: Sequence[int], pairs: int, rng: random.Ra
 
 
 class Bench:
-    """A reader of each layout, and one set of slots that both fill."""
+    """A reader of each layout, and one set of slots that both fill. `piece`: the most that is read at once by expert.
 
-    def __init__(self, files: Files, slots: int) -> None:
+    The product's own limit is of no use where an expert is one piece below it: one thread reads, the others idle.
+    """
+
+    def __init__(self, files: Files, slots: int, piece: int) -> None:
         self._files = files
+        self._pieces = (PIECE_BYTES, piece)
+        self._bytes_from_disk = Machine().bytes_from_disk
         self._slots = Slots(files.model, slots)
         self._readers = [files.reader(layout) for layout in range(len(LAYOUTS))]
 
@@ -314,6 +335,7 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         gc.enable()
+        product.PIECE_BYTES = PIECE_BYTES
         for reader in self._readers:
             reader.close()
 
@@ -323,10 +345,11 @@ class Bench:
         for layout in (STACKED, BY_EXPERT) if number % 2 == 0 else (BY_EXPERT, STACKED):
             pieces = self._slots.pieces(self._files, layout, layer, experts)
             read = self._readers[layout].read
-            device, cpu, began = device_bytes(), time.process_time(), time.perf_counter()
+            product.PIECE_BYTES = self._pieces[layout]
+            device, cpu, began = self._bytes_from_disk(), time.process_time(), time.perf_counter()
             read(pieces)
             seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-            after = device_bytes()
+            after = self._bytes_from_disk()
             came = None if device is None or after is None else after - device
             found[layout] = Once(seconds, cpu_s, came)
         return found[STACKED], found[BY_EXPERT]
@@ -359,15 +382,6 @@ def python_only(files: Files, pairs: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def device_bytes() -> int | None:
-    """What this process has had read from devices so far; only Linux tells."""
-    try:
-        with open("/proc/self/io", encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
-    except (OSError, StopIteration):
-        return None
-
-
 def row_of(state: str, model: Model, count: int, pairs: Sequence[tuple[Once, Once]]) -> Row:
     def both(value: Callable[[Once], float]) -> tuple[float, float]:
         return statistics.median(value(a) for a, _ in pairs), statistics.median(value(b) for _, b in pairs)
@@ -398,7 +412,9 @@ def weigh(file: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
     Sizes of sets between those measured are interpolated.
     """
     trace, cold = read_trace(file), [row for row in rows if row.state == "cold"]
-    found = []
+    found: list[dict[str, Any]] = []
+    if not cold:
+        return found
     for share in (0.25, 0.5):
         start = len(trace.layers[0]) // 4  # the bank is empty at first
         sets: Counter[int] = Counter()
@@ -421,7 +437,7 @@ def weigh(file: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "trace": trace.name,
                 "slots": share,
                 "miss_rate": sum(size * n for size, n in sets.items()) / lookups,
-                "sets": {str(size): n / sum(sets.values()) for size, n in sorted(sets.items())},
+                "sets_missed": {str(size): n / sum(sets.values()) for size, n in sorted(sets.items())},
                 "ms_a_token": ms,
                 "ratio": ms[BY_EXPERT] / ms[STACKED],
             }
