@@ -328,6 +328,34 @@ def test_every_piece_is_read_once_and_neighbours_together(cuts: list[int], left_
     assert all(size <= 64 for _, size in calls)
 
 
+def test_threads_are_woken_where_one_alone_is_slow_and_it_is_tried_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    pause, now = [0.002], [0.0]
+
+    def disk(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        now[0] += pause[0]
+        return os.preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr("mlxmoe.experts.reader.time.perf_counter", lambda: now[0])
+
+    reader = ExpertReader(state(file), preadv=disk)
+    parts = scattered(file, bytearray(400_000), 8)
+    while not reader._threads:
+        reader.read(parts)
+    slow = reader._queue.s_per_byte
+    assert slow * 200_000 > 0.0005
+    for _ in range(3):
+        reader.read(parts)
+    assert reader._queue.s_per_byte < slow, "what several share says nothing of one alone"
+    pause[0] = 0.0
+    for _ in range(1000):
+        reader.read(parts)
+    assert reader._queue.s_per_byte * 200_000 < 0.0005, "it is fast now, and was tried"
+    reader.close()
+
+
 def test_stacked_experts_lie_one_behind_the_other() -> None:
     tensor = ExpertTensor.stacked(Path("x"), offset=100, nbytes=60, num_experts=3)
     assert (tensor.nbytes, list(tensor.offsets)) == (20, [100, 120, 140])

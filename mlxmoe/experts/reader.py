@@ -24,6 +24,7 @@ from mlxmoe.experts.safetensors import FileState
 READ_THREADS = 4  # parallel reads of 1-4 MB reach an SSD's rate with four threads
 PIECE_BYTES = 4 * 2**20  # of one read: larger ones leave the other threads idle
 ALONE_S = 0.5e-3  # what whoever waits reads alone in this time is not worth waking threads for
+FORGET = 0.99  # how much of the pace of one thread alone is believed after each read that several shared
 
 # fcntl(2) on macOS, sys/fcntl.h; Python's fcntl module names it only since 3.13.
 F_RDAHEAD = 45
@@ -62,8 +63,9 @@ def open_for_scattered_reads(path: Path) -> int:
 class Read:
     """Pieces under way. Only the thread that started it may call its methods."""
 
-    def __init__(self, queue: _Queue, runs: Sequence[_Run]) -> None:
+    def __init__(self, queue: _Queue, runs: Sequence[_Run], *, shared: bool) -> None:
         self._queue = queue
+        self._shared = shared  # with the reader's threads
         self.waiting = deque(runs)  # guarded by the queue's lock, as are the next three
         self.left = len(runs)
         self.running = 0  # in the reader's threads
@@ -96,7 +98,7 @@ class Read:
                 raise
             queue.one_less(self)
             nbytes += _length(run[2])
-        if nbytes:
+        if nbytes and not self._shared:
             queue.note_pace(nbytes, time.perf_counter() - start)
         queue.wait_for(self)
         if self.error is not None:
@@ -138,7 +140,7 @@ class _Queue:
             return read.waiting.popleft() if read.waiting else None
 
     def note_pace(self, nbytes: int, seconds: float) -> None:
-        """Small reads say little, and a megabyte as much as all that came before."""
+        """Of a read by one thread alone. Small ones say little, and a megabyte as much as all that came before."""
         weight = min(nbytes / 2**20, 0.5)
         self.s_per_byte += weight * (seconds / nbytes - self.s_per_byte)
 
@@ -271,9 +273,12 @@ class ExpertReader:
         for path in {piece.file for piece in pieces}:
             self._refuse_changed(path)
         runs = _runs([(self._descriptors[piece.file], piece.offset, piece.target) for piece in pieces])
-        read = Read(self._queue, runs)
         alone_s = self._queue.s_per_byte * sum(len(piece.target) for piece in pieces)
-        if early or alone_s > ALONE_S:
+        shared = early or alone_s > ALONE_S
+        read = Read(self._queue, runs, shared=shared)
+        if shared:
+            if not early:
+                self._queue.s_per_byte *= FORGET  # so that one thread alone is tried again now and then
             self._have_threads(len(runs))
             self._queue.put(read, early=early, wake=len(runs))
         return read
