@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import InterruptAt
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
@@ -218,6 +221,71 @@ def test_files_of_a_chain_go_from_its_end(tmp_path: Path) -> None:
     assert end is not None
     times = {file.stem: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     assert times[begin.key] > times[end.key]
+
+
+def test_what_was_given_up_is_lost_with_all_that_hangs_on_it() -> None:
+    forest = Forest(10**6, None)
+    begin = forest.add(forest.root({}), (1,) * 8, states())
+    assert begin is not None
+    end = forest.add(begin, (2,) * 8, states(8, 16))
+    assert end is not None
+    assert not end.lost
+    forest._forget(begin)
+    assert begin.lost
+    assert end.lost
+    assert forest.add(end, (3,) * 8, states(16, 24)) is None
+
+
+# --- interrupts ---------------------------------------------------------------------------------------------------
+
+INTERRUPTED = ("kv/forest.py", "kv/folder.py", "kv/file.py", "kv/prefix.py", "mlxmoe/writing.py")
+
+
+def check(store: PrefixStore) -> None:
+    """What the store says is in memory is what can be found and given up there."""
+    held = [state.nbytes for node in store._forest for state in node.states or ()]
+    assert store.stats().nbytes == sum(held) <= store.limit_bytes
+    for node in store._forest:
+        assert node.parent is not None
+        assert not node.lost
+        assert node.parent.parent is None or node.parent.used >= node.used
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("prompt", [range(14), range(50, 64)], ids=["known", "new"])
+def test_an_interrupt_at_any_line_leaves_a_store_that_holds_what_it_says(
+    tmp_path: Path, prompt: range, on_disk: bool
+) -> None:
+    """A Ctrl-C while a store with room for one state looks up, reads, writes, keeps and gives up."""
+    interrupted = 0
+    for nth in itertools.count(1):
+        folder = tmp_path / str(nth)
+        limit = 14 * TOKEN_BYTES
+        store = PrefixStore(limit, folder=folder if on_disk else None, folder_limit=HEADER_BYTES + limit)
+        prefixes = Prefixes(store, {}, 16)
+        feed(prefixes, list(range(14)))
+        if on_disk and prompt == range(14):
+            store.shrink()  # it will be read
+        sys.settrace(InterruptAt(nth, *INTERRUPTED))
+        try:
+            feed(prefixes, list(prompt))
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        check(store)
+        held = store.stats().nbytes
+        assert store.shrink() == held, "all can be given up"
+        assert store.stats().nbytes == 0
+        feed(prefixes, list(range(80, 94)))
+        assert feed(prefixes, list(range(80, 94))) == 13, "and as much is kept as ever"
+        check(store)
+        if on_disk:
+            assert list(folder.glob(".*")) == [], "nothing half written is left"
+            shutil.rmtree(folder)
+    assert interrupted > 30
 
 
 # --- the store ----------------------------------------------------------------------------------------------------
