@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_now_is_kept(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", too_many)
+        patch.setattr(files.os, "open", too_many)
         assert folder.facts() == {}
         assert folder.read(KEYS[0]) is None
         assert "is not used" in caplog.text
