@@ -117,6 +117,77 @@ def test_a_file_that_cannot_be_read_now_is_kept(
     assert folder.read(KEYS[0])
 
 
+def test_a_name_that_is_no_file_is_neither_waited_for_nor_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder, a pipe, a link to itself, to nowhere and to elsewhere under a state's name; and a limit is kept."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    path = tmp_path / "states"
+    path.mkdir()
+    odd = [path / f"{key}.prefix" for key in KEYS[:5]]
+    odd[0].mkdir()
+    os.mkfifo(odd[1])
+    odd[2].symlink_to(odd[2])
+    odd[3].symlink_to(tmp_path / "nowhere")
+    odd[4].symlink_to(outside)
+    for one in odd:
+        os.utime(one, (1, 1), follow_symlinks=False)  # the oldest: to be removed first if they were states
+    folder = StateFolder(path, HEADER_BYTES + states()[0].nbytes)
+    assert folder.facts() == {}
+    for says in ("Is a directory", "It is no regular file", "Too many levels of symbolic links"):
+        assert f"cannot be read: {says}" in caplog.text
+    for key in KEYS[:5]:
+        assert folder.read(key) is None
+        assert not folder.write(key, {}, states())
+    for key in (KEYS[5], "a" * 64):
+        assert folder.write(key, {}, states()), "the others are kept as ever"
+    assert not (path / f"{KEYS[5]}.prefix").exists(), "within the limit"
+    assert odd[0].is_dir()
+    assert odd[1].is_fifo()
+    assert all(one.is_symlink() for one in odd[2:])
+    assert outside.read_bytes() == b"precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, size = StateFolder(tmp_path, 3 * HEADER_BYTES), 0
+    for number, key in enumerate(KEYS[:2]):
+        assert folder.write(key, {}, states())
+        os.utime(tmp_path / f"{key}.prefix", ns=(number, number))
+        size = (tmp_path / f"{key}.prefix").stat().st_size
+    folder._limit_bytes = HEADER_BYTES + states()[0].nbytes + size  # one file beside what a new one may take
+    unlink, refused = Path.unlink, KEYS[:1]
+
+    def refuse(file: Path, missing_ok: bool = False) -> None:
+        if file.stem in refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(file, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert folder.write(KEYS[2], {}, states())
+    assert sorted(file.stem for file in tmp_path.iterdir()) == [KEYS[0], KEYS[2]]
+    refused += KEYS[1:]
+    assert not folder.write(KEYS[3], {}, states()), "the limit is kept where nothing can be removed"
+    assert "not kept on disk. [Errno 1] Operation not permitted" in caplog.text
+
+
+def test_a_stray_that_cannot_be_removed_is_no_reason_to_do_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stray = tmp_path / f".{KEYS[0]}.prefix.{2**30}-1.part"
+    stray.write_bytes(b"half")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert StateFolder(tmp_path, 10**6).facts() == {}
+    assert stray.exists()
+
+
 def test_a_file_of_another_version_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
