@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from mlxmoe.errors import SavedStateError, TornStateError
+from mlxmoe.errors import SavedStateError, TornStateError, brief
 from mlxmoe.kv.state import CacheState
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.writing import keep_name, refuse_special, replacing
@@ -37,6 +37,20 @@ _DTYPES = {
     "F64": mx.float64, "C64": mx.complex64,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def given_path(path: object) -> Path:
+    """`path`, as a caller gave it, with ~ for a home folder. Raises SavedStateError for what can be no path."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise SavedStateError(f"{path!r} is no path. Give a str or a pathlib.Path that names a place for states.")
+    try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError("it holds a zero byte")
+        return Path(text).expanduser()
+    except (ValueError, RuntimeError) as error:  # a lone surrogate; a user who is not known here
+        why = brief(error).rstrip(".")
+        raise SavedStateError(f"{text!r} is no path: {why}. Write it out, without ~ or odd characters.") from error
 
 
 def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheState], *, durable: bool = True) -> None:
