@@ -76,8 +76,10 @@ class Session:
         """Write the conversation and its KV cache to the file `path`; `Engine.restore(path)` goes on bit-identically.
 
         The file takes its place when it is whole and on the drive: a file that was there before is not lost to a
-        full disk or a power cut. Raises RequestError while a reply is being streamed, SavedStateError if it cannot be
-        written, if `messages` hold what JSON has not, or if the model keeps a cache of a class that is not known.
+        full disk or a power cut. Through a link it goes where that leads; a folder, pipe or device is refused.
+
+        Raises RequestError while a reply is being streamed, SavedStateError if it cannot be written, if `messages`
+        hold what JSON has not, or if the model keeps a cache of a class that is not known.
         """
         path = given_path(path)
         with self._between_turns():
