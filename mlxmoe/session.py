@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlxmoe.balance import Lease
 from mlxmoe.beginning import common_length
 from mlxmoe.decode import Cache
-from mlxmoe.errors import PromptError, RequestError, SavedStateError
+from mlxmoe.errors import PromptError, RequestError, SavedStateError, brief
 from mlxmoe.identity import ModelIdentity
-from mlxmoe.kv.file import read_states, write_states
+from mlxmoe.kv.file import given_path, read_states, write_states
 from mlxmoe.kv.state import CacheState
 from mlxmoe.prompts import PromptEncoder
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
@@ -75,11 +76,14 @@ class Session:
         """Write the conversation and its KV cache to the file `path`; `Engine.restore(path)` goes on bit-identically.
 
         The file takes its place when it is whole and on the drive: a file that was there before is not lost to a
-        full disk or a power cut. Raises RequestError while a reply is being streamed, SavedStateError if it cannot be
-        written, or if the model keeps a cache of a class that is not known.
+        full disk or a power cut. Through a link it goes where that leads; a folder, pipe or device is refused.
+
+        Raises RequestError while a reply is being streamed, SavedStateError if it cannot be written, if `messages`
+        hold what JSON has not, or if the model keeps a cache of a class that is not known.
         """
-        path = Path(path).expanduser()
+        path = given_path(path)
         with self._between_turns():
+            _refuse_unsavable(self.messages)
             facts = {
                 "what": WHAT,
                 "model": asdict(self._identity()),
@@ -92,7 +96,7 @@ class Session:
 
     def become(self, path: str | Path) -> None:
         """Be the conversation that `save` wrote to the file `path`: what Engine.restore asks of a new session."""
-        path = Path(path).expanduser()
+        path = given_path(path)
         with self._between_turns():
             try:
                 facts, states = read_states(path, lambda facts, states: self._admit(path, facts, states))
@@ -189,3 +193,16 @@ class Session:
         if said:
             self._cache, self._cached = cache, [*tokens, *said[:-1]]
             self._room = max(self._room, len(self._cached))
+
+
+def _refuse_unsavable(messages: object) -> None:
+    """Raise SavedStateError for messages that a file could not give back: a caller may have changed them."""
+    try:
+        if not isinstance(messages, list):
+            raise TypeError(f"{type(messages).__name__} is no list")
+        json.dumps(messages)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SavedStateError(
+            f"The session's messages cannot be saved: {brief(error)}. Keep to a list of what JSON has: dict, list, "
+            f"str, numbers, bool and None."
+        ) from error

@@ -123,3 +123,20 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the nth line run in one of `files`."""
+
+    def __init__(self, nth: int, *files: str) -> None:
+        self.left = nth
+        self.files = files
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self

@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import InterruptAt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,28 +130,12 @@ def test_a_failed_read_leaves_no_lie_behind(layer: Layer, slots: int, sequences:
             use(bank, sequence)
 
 
-class InterruptAt:
-    """A trace function that raises KeyboardInterrupt at the nth line run in the bank or its policy."""
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("experts/bank.py", "experts/policy.py")):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
 def interrupted_banks(layer: Layer, act: Callable[[ExpertBank], object]) -> Iterator[ExpertBank]:
     """For each line of `act` a bank of four, filled, in which it was interrupted there."""
     for nth in itertools.count(1):
         bank = layer.bank(4)
         use(bank, [0, 1, 2, 3])
-        sys.settrace(InterruptAt(nth))
+        sys.settrace(InterruptAt(nth, "experts/bank.py", "experts/policy.py"))
         try:
             act(bank)
         except KeyboardInterrupt:

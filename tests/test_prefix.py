@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 from tiny import make_tiny
 
-from mlxmoe import Engine, MemoryBudgetError, PrefixStore, SavedStateError, load
+from mlxmoe import Engine, MemoryBudgetError, PrefixStore, RequestError, SavedStateError, load
 from mlxmoe.decode import Decoder
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.hub import demo_folder
@@ -264,6 +264,12 @@ def test_a_prompt_larger_than_the_store_keeps_its_beginning(models: dict[str, An
 def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
     with pytest.raises(MemoryBudgetError, match="limit="):
         PrefixStore(limit)
+
+
+@pytest.mark.parametrize("exact", ["no", None, 1, 0])
+def test_exact_is_true_or_false(exact: Any) -> None:
+    with pytest.raises(RequestError, match=f"exact={exact!r} is not offered"):
+        PrefixStore("1MB", exact=exact)
 
 
 def test_the_store_is_part_of_the_memory_budget() -> None:

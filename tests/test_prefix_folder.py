@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import InterruptAt
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
@@ -106,12 +109,83 @@ def test_a_file_that_cannot_be_read_now_is_kept(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", too_many)
+        patch.setattr(files.os, "open", too_many)
         assert folder.facts() == {}
         assert folder.read(KEYS[0]) is None
         assert "is not used" in caplog.text
     assert folder.facts().keys() == {KEYS[0]}
     assert folder.read(KEYS[0])
+
+
+def test_a_name_that_is_no_file_is_neither_waited_for_nor_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder, a pipe, a link to itself, to nowhere and to elsewhere under a state's name; and a limit is kept."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    path = tmp_path / "states"
+    path.mkdir()
+    odd = [path / f"{key}.prefix" for key in KEYS[:5]]
+    odd[0].mkdir()
+    os.mkfifo(odd[1])
+    odd[2].symlink_to(odd[2])
+    odd[3].symlink_to(tmp_path / "nowhere")
+    odd[4].symlink_to(outside)
+    for one in odd:
+        os.utime(one, (1, 1), follow_symlinks=False)  # the oldest: to be removed first if they were states
+    folder = StateFolder(path, HEADER_BYTES + states()[0].nbytes)
+    assert folder.facts() == {}
+    for says in ("Is a directory", "It is no regular file", "Too many levels of symbolic links"):
+        assert f"cannot be read: {says}" in caplog.text
+    for key in KEYS[:5]:
+        assert folder.read(key) is None
+        assert not folder.write(key, {}, states())
+    for key in (KEYS[5], "a" * 64):
+        assert folder.write(key, {}, states()), "the others are kept as ever"
+    assert not (path / f"{KEYS[5]}.prefix").exists(), "within the limit"
+    assert odd[0].is_dir()
+    assert odd[1].is_fifo()
+    assert all(one.is_symlink() for one in odd[2:])
+    assert outside.read_bytes() == b"precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, size = StateFolder(tmp_path, 3 * HEADER_BYTES), 0
+    for number, key in enumerate(KEYS[:2]):
+        assert folder.write(key, {}, states())
+        os.utime(tmp_path / f"{key}.prefix", ns=(number, number))
+        size = (tmp_path / f"{key}.prefix").stat().st_size
+    folder._limit_bytes = HEADER_BYTES + states()[0].nbytes + size  # one file beside what a new one may take
+    unlink, refused = Path.unlink, KEYS[:1]
+
+    def refuse(file: Path, missing_ok: bool = False) -> None:
+        if file.stem in refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(file, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert folder.write(KEYS[2], {}, states())
+    assert sorted(file.stem for file in tmp_path.iterdir()) == [KEYS[0], KEYS[2]]
+    refused += KEYS[1:]
+    assert not folder.write(KEYS[3], {}, states()), "the limit is kept where nothing can be removed"
+    assert "not kept on disk. [Errno 1] Operation not permitted" in caplog.text
+
+
+def test_a_stray_that_cannot_be_removed_is_no_reason_to_do_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stray = tmp_path / f".{KEYS[0]}.prefix.{2**30}-1.part"
+    stray.write_bytes(b"half")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert StateFolder(tmp_path, 10**6).facts() == {}
+    assert stray.exists()
 
 
 def test_a_file_of_another_version_is_kept(
@@ -218,6 +292,71 @@ def test_files_of_a_chain_go_from_its_end(tmp_path: Path) -> None:
     assert end is not None
     times = {file.stem: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     assert times[begin.key] > times[end.key]
+
+
+def test_what_was_given_up_is_lost_with_all_that_hangs_on_it() -> None:
+    forest = Forest(10**6, None)
+    begin = forest.add(forest.root({}), (1,) * 8, states())
+    assert begin is not None
+    end = forest.add(begin, (2,) * 8, states(8, 16))
+    assert end is not None
+    assert not end.lost
+    forest._forget(begin)
+    assert begin.lost
+    assert end.lost
+    assert forest.add(end, (3,) * 8, states(16, 24)) is None
+
+
+# --- interrupts ---------------------------------------------------------------------------------------------------
+
+INTERRUPTED = ("kv/forest.py", "kv/folder.py", "kv/file.py", "kv/prefix.py", "mlxmoe/writing.py")
+
+
+def check(store: PrefixStore) -> None:
+    """What the store says is in memory is what can be found and given up there."""
+    held = [state.nbytes for node in store._forest for state in node.states or ()]
+    assert store.stats().nbytes == sum(held) <= store.limit_bytes
+    for node in store._forest:
+        assert node.parent is not None
+        assert not node.lost
+        assert node.parent.parent is None or node.parent.used >= node.used
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("prompt", [range(14), range(50, 64)], ids=["known", "new"])
+def test_an_interrupt_at_any_line_leaves_a_store_that_holds_what_it_says(
+    tmp_path: Path, prompt: range, on_disk: bool
+) -> None:
+    """A Ctrl-C while a store with room for one state looks up, reads, writes, keeps and gives up."""
+    interrupted = 0
+    for nth in itertools.count(1):
+        folder = tmp_path / str(nth)
+        limit = 14 * TOKEN_BYTES
+        store = PrefixStore(limit, folder=folder if on_disk else None, folder_limit=HEADER_BYTES + limit)
+        prefixes = Prefixes(store, {}, 16)
+        feed(prefixes, list(range(14)))
+        if on_disk and prompt == range(14):
+            store.shrink()  # it will be read
+        sys.settrace(InterruptAt(nth, *INTERRUPTED))
+        try:
+            feed(prefixes, list(prompt))
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        check(store)
+        held = store.stats().nbytes
+        assert store.shrink() == held, "all can be given up"
+        assert store.stats().nbytes == 0
+        feed(prefixes, list(range(80, 94)))
+        assert feed(prefixes, list(range(80, 94))) == 13, "and as much is kept as ever"
+        check(store)
+        if on_disk:
+            assert list(folder.glob(".*")) == [], "nothing half written is left"
+            shutil.rmtree(folder)
+    assert interrupted > 30
 
 
 # --- the store ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from mlxmoe import (
     Engine,
     EngineClosedError,
     MemoryBudgetError,
+    PrefixStore,
     PromptError,
     RequestError,
     SavedStateError,
@@ -562,8 +563,40 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     assert read_states(path)[0] == {"what": "old"}
 
 
+@pytest.mark.parametrize("path", ["", "a\0b", "~no_such_user/x", "\ud800", None, 5, b"x", ["x"]])
+def test_what_can_be_no_path_is_refused(demo: Engine, path: Any) -> None:
+    for refused in (demo.session().save, demo.restore, lambda path: PrefixStore(folder=path or "")):
+        with pytest.raises(SavedStateError, match="is no path"):
+            refused(path)
+
+
+@pytest.mark.parametrize("odd", [object(), {"role": b"user"}, {("user",): "x"}, {"content": {1, 2}}])
+def test_messages_that_a_file_could_not_give_back_are_refused(demo: Engine, tmp_path: Path, odd: Any) -> None:
+    session = demo.session()
+    session.generate("In the", max_tokens=2)
+    session.save(tmp_path / "saved")
+    before = (tmp_path / "saved").read_bytes()
+    session.messages.append(odd)
+    with pytest.raises(SavedStateError, match=r"messages cannot be saved: .*Keep to a list of what JSON has"):
+        session.save(tmp_path / "saved")
+    assert (tmp_path / "saved").read_bytes() == before
+    session.messages.pop()
+    session.save(tmp_path / "saved")
+    assert demo.restore(tmp_path / "saved").messages == session.messages
+
+
+def test_messages_that_are_no_list_or_hold_themselves_are_refused(demo: Engine, tmp_path: Path) -> None:
+    session = demo.session()
+    whole: Any = session.messages
+    whole.append(whole)
+    for messages in (whole, "text", None):
+        session.messages = messages
+        with pytest.raises(SavedStateError, match="messages cannot be saved"):
+            session.save(tmp_path / "saved")
+
+
 def test_a_place_that_cannot_be_written_to_is_named(demo: Engine, tmp_path: Path) -> None:
-    with pytest.raises(SavedStateError, match="cannot be written: No such file or directory"):
+    with pytest.raises(SavedStateError, match=r"cannot be written: the folder .*absent does not exist"):
         demo.session().save(tmp_path / "absent" / "saved")
     with pytest.raises(SavedStateError, match="cannot be written: Is a directory"):
         demo.session().save(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Callable
@@ -85,6 +86,64 @@ def test_a_folder_that_cannot_be_put_on_the_drive_is_no_file_that_was_not_writte
     with pytest.raises(SavedStateError, match=r"is written and took its place, but .* \(Input/output error\)"):
         write_states(tmp_path / "state", {"what": "new"}, seen())
     assert read_states(tmp_path / "state")[0] == {"what": "new"}
+
+
+def test_a_file_is_written_through_a_link_to_where_it_leads(tmp_path: Path, synced: list[tuple[str, bool]]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    real, link, second = tmp_path / "elsewhere" / "real", tmp_path / "link", tmp_path / "second"
+    second.symlink_to("link")
+    link.symlink_to("elsewhere/real")
+    for what in ("first", "then"):  # where there is nothing yet, and over a file
+        write_states(second, {"what": what}, seen())
+        assert link.is_symlink()
+        assert second.is_symlink()
+        assert not real.is_symlink()
+        assert read_states(real)[0] == read_states(second)[0] == {"what": what}
+    assert [kind for kind, _ in synced] == ["file", "folder"] * 2
+    assert [file.name for file in real.parent.iterdir()] == ["real"]
+
+
+def test_what_is_no_regular_file_is_not_replaced_and_not_waited_for(tmp_path: Path) -> None:
+    pipe, loop, folder = tmp_path / "pipe", tmp_path / "loop", tmp_path / "folder"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    folder.mkdir()
+    (tmp_path / "to_pipe").symlink_to(pipe)
+    for path, says in {
+        pipe: "It is no regular file",
+        tmp_path / "to_pipe": "It is no regular file",
+        Path("/dev/null"): "It is no regular file",
+        loop: "Too many levels of symbolic links",
+        folder: "Is a directory",
+    }.items():
+        before = path.lstat()
+        with pytest.raises(SavedStateError, match=f"cannot be written: {says}. Choose another place"):
+            write_states(path, {}, seen())
+        for read in (read_states, read_facts):
+            with pytest.raises(SavedStateError, match=f"cannot be read: {says}"):
+                read(path)
+        assert path.lstat() == before or path == Path("/dev/null")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "loop", "pipe", "to_pipe"]
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "n" * 201, "é" * 127, "n" * 40 + "é" * 100])
+def test_a_name_as_long_as_the_file_system_takes_is_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with writing.replacing(path):
+        (part,) = tmp_path.iterdir()
+    path.unlink()
+    dead = re.sub(r"\.\d+-", f".{2**30}-", part.name)
+    (tmp_path / dead).write_bytes(b"half")
+    (tmp_path / re.sub("~.", "~x", dead)).write_bytes(b"half")  # of another name that begins as this one does
+    write_states(path, {}, seen())
+    assert read_facts(path) == {"caches": read_facts(path)["caches"]}
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([re.sub("~.", "~x", dead), name])
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SavedStateError, match=f"the folder {tmp_path}/absent does not exist. Make it") as told:
+        write_states(tmp_path / "absent" / "saved", {}, seen())
+    assert "Free" not in str(told.value)
 
 
 def test_what_a_living_process_is_writing_is_left_alone(tmp_path: Path) -> None:

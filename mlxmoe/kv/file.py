@@ -8,22 +8,24 @@ and of all data, by which a torn or altered file is noticed. Knows nothing of se
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from mlxmoe.errors import SavedStateError, TornStateError
+from mlxmoe.errors import SavedStateError, TornStateError, brief
 from mlxmoe.kv.state import CacheState
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.writing import keep_name, replacing
+from mlxmoe.writing import keep_name, refuse_special, replacing
 
 FORMAT = "1"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -35,6 +37,20 @@ _DTYPES = {
     "F64": mx.float64, "C64": mx.complex64,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def given_path(path: object) -> Path:
+    """`path`, as a caller gave it, with ~ for a home folder. Raises SavedStateError for what can be no path."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise SavedStateError(f"{path!r} is no path. Give a str or a pathlib.Path that names a place for states.")
+    try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError("it holds a zero byte")
+        return Path(text).expanduser()
+    except (ValueError, RuntimeError) as error:  # a lone surrogate; a user who is not known here
+        why = brief(error).rstrip(".")
+        raise SavedStateError(f"{text!r} is no path: {why}. Write it out, without ~ or odd characters.") from error
 
 
 def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheState], *, durable: bool = True) -> None:
@@ -54,11 +70,7 @@ def write_states(path: Path, facts: Mapping[str, Any], states: Sequence[CacheSta
                     file.write(piece)
     except OSError as error:
         needed = len(header) + sum(array.nbytes for array in arrays)
-        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-        raise SavedStateError(
-            f"{path} cannot be written: {error.strerror or error}. It needs {format_bytes(needed)}, and "
-            f"{format_bytes(free)} are free there. Free some, or choose another place; what was there is as it was."
-        ) from error
+        raise SavedStateError(f"{path} cannot be written: {_why_not(path, error, needed)}") from error
     if durable:
         try:
             keep_name(path)
@@ -78,8 +90,7 @@ def read_states(
     arrays, and may raise. That the file is whole is not known then.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with _opened(path) as (file, size):
             entries, metadata = _read_header(path, file, size)
             facts = _read_facts(path, metadata)
             digest = _new_digest(metadata["facts"], entries)
@@ -96,14 +107,27 @@ def read_states(
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts alone, by the header; whether the data is whole is not looked at. Raises SavedStateError."""
     try:
-        with path.open("rb") as file:
-            _, metadata = _read_header(path, file, os.fstat(file.fileno()).st_size)
+        with _opened(path) as (file, size):
+            _, metadata = _read_header(path, file, size)
     except OSError as error:
         raise SavedStateError(f"{path} cannot be read: {error.strerror or error}. Is the path right?") from error
     return _read_facts(path, metadata)
 
 
 # --- writing ----------------------------------------------------------------------------------------------
+
+
+def _why_not(path: Path, error: OSError, needed: int) -> str:
+    """Why a file of `needed` bytes could not be written as `path`, and what to do about it."""
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist. Make it, or choose another place."
+    why = error.strerror or error
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{why}. Choose another place; what was there is as it was."
+    return (
+        f"{why}. It needs {format_bytes(needed)}, and {format_bytes(shutil.disk_usage(path.parent).free)} are free "
+        f"there. Free some, or choose another place; what was there is as it was."
+    )
 
 
 def _header(facts: str, arrays: Sequence[mx.array]) -> bytes:
@@ -137,6 +161,16 @@ def _pieces(array: mx.array) -> Iterator[memoryview]:
 
 
 # --- reading ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file and its size. Raises OSError for anything else."""
+    # without O_NONBLOCK, to open a pipe is to wait until somebody writes to it
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        refuse_special(status.st_mode)
+        yield file, status.st_size
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[list[Any], dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from mlxmoe.errors import SavedStateError, TornStateError
 from mlxmoe.kv.file import read_facts, read_states, write_states
 from mlxmoe.kv.state import CacheState
-from mlxmoe.writing import remove_strays
+from mlxmoe.writing import refuse_special, remove_strays
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class StateFolder:
     def facts(self) -> dict[str, dict[str, Any]]:
         """The facts of each state by its key, read from the files' headers alone.
 
-        What is torn is removed. What cannot be read now, or is another version's, is left alone, with a warning.
+        What is torn is removed. What cannot be read now, is another version's or no regular file is left alone, with
+        a warning.
         """
         found: dict[str, dict[str, Any]] = {}
         try:
@@ -67,6 +69,7 @@ class StateFolder:
         if nbytes > self._limit_bytes:
             return False
         try:
+            self._refuse_special(self._file(key))
             self._make_room(nbytes)
             # not durable: a file that a power cut tore is noticed by its digest
             write_states(self._file(key), {**facts, "key": key}, states, durable=False)
@@ -99,26 +102,44 @@ class StateFolder:
     def _files(self) -> list[Path]:
         return [file for file in self.path.iterdir() if re.fullmatch(_NAME, file.name)]
 
+    def _refuse_special(self, file: Path) -> None:
+        """Raise OSError for a folder, a link, a pipe: none of ours, so it is neither replaced nor written through."""
+        try:
+            refuse_special(file.lstat().st_mode)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+
     def _make_room(self, nbytes: int) -> None:
-        """Have no more than the limit with `nbytes` more. Raises OSError."""
+        """Have no more than the limit with `nbytes` more. Raises OSError where files cannot be removed."""
         sizes: dict[Path, os.stat_result] = {}
         for file in self._files():
             try:
-                sizes[file] = file.stat()
+                status = file.lstat()
             except FileNotFoundError:  # another process made room
                 continue
-        total = sum(stat.st_size for stat in sizes.values()) + nbytes
+            if stat.S_ISREG(status.st_mode):  # a folder, a link, a pipe is none of ours
+                sizes[file] = status
+        total = sum(status.st_size for status in sizes.values()) + nbytes
+        refused: OSError | None = None
         for file in sorted(sizes, key=lambda file: sizes[file].st_mtime_ns):
             if total <= self._limit_bytes:
                 return
-            file.unlink(missing_ok=True)
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:  # perhaps this one only
+                refused = error
+                continue
             total -= sizes[file].st_size
+        if refused is not None and total > self._limit_bytes:
+            raise refused
 
     def _lose(self, file: Path, error: SavedStateError) -> None:
         """Remove `file` if it is torn: what cannot be read now may be whole, and others may read another version."""
         if isinstance(error.__cause__, FileNotFoundError):
             return  # another process made room
-        if not isinstance(error, TornStateError):
+        if not isinstance(error, TornStateError) or os.path.islink(file):
             logger.warning("A prompt's state on disk is not used. %s", error)
             return
         logger.warning("A prompt's state on disk is of no use and is removed. %s", error)

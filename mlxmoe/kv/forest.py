@@ -3,6 +3,9 @@
 A tree belongs to whatever its root's facts say; a node holds the state after the tokens from its root to it, or only
 what they add to its parent's. So what is given up first is what was used longest ago and has nothing hanging on it.
 Knows nothing of prompts or prefill, and has no lock: one caller at a time.
+
+A Ctrl-C may come between any two lines. So what is in memory and what was given up is seen from the tree itself, and
+not kept beside it: each change of the tree is one step, after which nothing has to be put right.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from mlxmoe.kv.state import CacheState
 class Node:
     """A state after `end` tokens: those above it and its own `tokens`.
 
-    `states`: None at a root, and where it is on disk only. `grows`: it can be cut off at any of its own tokens.
-    `used`: when, by the forest's clock. `lost`: it was given up, and nothing may hang on it any more.
+    `states`: None at a root, and where it is on disk only; `size`: their bytes when they were last there. `grows`: it
+    can be cut off at any of its own tokens. `used`: when, by the forest's clock.
     """
 
     key: str
@@ -32,7 +35,7 @@ class Node:
     on_disk: bool = False
     grows: bool = False
     used: int = 0
-    lost: bool = False
+    size: int = 0
     end: int = field(init=False)
     children: list[Node] = field(default_factory=list)
 
@@ -60,7 +63,12 @@ class Node:
     @property
     def nbytes(self) -> int:
         """In memory."""
-        return sum(state.nbytes for state in self.states or ())
+        return 0 if self.states is None else self.size
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was given up, or never kept: nothing may hang on it any more."""
+        return any(one not in one.parent.children for one in self.chain if one.parent is not None)
 
     def child(self, tokens: tuple[int, ...]) -> Node | None:
         return next((child for child in self.children if child.tokens == tokens), None)
@@ -69,12 +77,11 @@ class Node:
 class Forest:
     """`limit_bytes`: of the states in memory. `folder`: where every state is kept as well, if given.
 
-    `nbytes`: in memory now, never more than the limit. `evictions`, `read_from_disk`: states so far.
+    `evictions`, `read_from_disk`: states so far.
     """
 
     def __init__(self, limit_bytes: int, folder: StateFolder | None) -> None:
         self.limit_bytes = limit_bytes
-        self.nbytes = 0
         self.evictions = 0
         self.read_from_disk = 0
         self._folder = folder
@@ -85,23 +92,29 @@ class Forest:
         """Every node but the roots."""
         return (node for root in self._roots.values() for node in root.below if node is not root)
 
+    @property
+    def nbytes(self) -> int:
+        """In memory now, never more than the limit."""
+        return sum(node.nbytes for node in self)
+
     def root(self, facts: Mapping[str, Any]) -> Node:
         """The root of the tree for `facts`, with what is on disk below it."""
         key = _digest(facts)
         if key not in self._roots:
-            self._roots[key] = Node(key)
+            root = Node(key)
             if self._folder is not None:
-                self._hang_from_disk(self._roots[key], self._folder)
+                self._hang_from_disk(root, self._folder)
+            self._roots[key] = root
         return self._roots[key]
 
     def touch(self, node: Node) -> None:
         """Say that `node` was used. What it hangs on counts as used after it, so that it is given up later."""
-        upwards = node.chain[::-1]
-        for one in upwards:
-            self._clock += 1
-            one.used = self._clock
+        chain = node.chain
+        self._clock += len(chain)
+        for below, one in enumerate(chain):  # from the top down: at no time is a node older than what hangs on it
+            one.used = self._clock - below
         if self._folder is not None:
-            self._folder.touch([one.key for one in upwards if one.on_disk])
+            self._folder.touch([one.key for one in reversed(chain) if one.on_disk])
 
     def add(self, parent: Node, tokens: tuple[int, ...], states: Sequence[CacheState]) -> Node | None:
         """Keep `states` after `tokens` more than `parent`'s; None if there is no room, or `parent` was given up."""
@@ -146,7 +159,7 @@ class Forest:
             node = min(held, key=lambda node: node.used)  # nothing hangs on it: that was used before it, see touch
             self.evictions += 1
             if node.on_disk:
-                self._drop(node)
+                node.states = None
             else:
                 self._forget(node)
 
@@ -158,21 +171,16 @@ class Forest:
         self.evict(self.limit_bytes - nbytes, keep)
         if self.nbytes + nbytes > self.limit_bytes:
             return False
+        node.size = nbytes  # first: with states, it counts
         node.states = states
-        self.nbytes += nbytes
         return True
-
-    def _drop(self, node: Node) -> None:
-        self.nbytes -= node.nbytes
-        node.states = None
 
     def _forget(self, node: Node) -> None:
         """Cut off a node, and what hangs on it with it."""
         assert node.parent is not None, "a root is never forgotten"
         node.parent.children.remove(node)
-        for one in node.below:
-            self._drop(one)
-            one.lost = True
+        for one in node.below:  # a run may hold on to a node, and need not to its states
+            one.states = None
 
     def _hang_from_disk(self, root: Node, folder: StateFolder) -> None:
         """Hang below `root` what belongs there. A header that does not give the file's own name is not believed."""

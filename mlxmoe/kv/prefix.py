@@ -25,7 +25,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxmoe.beginning import common_length
-from mlxmoe.errors import MemoryBudgetError
+from mlxmoe.errors import MemoryBudgetError, RequestError
+from mlxmoe.kv.file import given_path
 from mlxmoe.kv.folder import StateFolder
 from mlxmoe.kv.forest import Forest, Node
 from mlxmoe.kv.state import form, join, put, take
@@ -66,7 +67,8 @@ class PrefixStore:
     Caches that grow token by token are stored once for all prompts that begin alike, a chunk at a time; others
     (rotating, linear attention, state space) whole at the end of each chunk, because they cannot be taken back.
 
-    Raises MemoryBudgetError for a limit that is none, SavedStateError for a folder that cannot be made.
+    Raises MemoryBudgetError for a limit that is none, SavedStateError for a folder that cannot be made, RequestError
+    for an `exact` that is neither True nor False.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class PrefixStore:
         folder_limit: int | str = "20GB",
     ) -> None:
         self.limit_bytes = parse_bytes(limit, "limit")
+        if not isinstance(exact, bool):
+            raise RequestError(f"exact={exact!r} is not offered: True or False.")
         self.exact = exact
         folder_bytes = parse_bytes(folder_limit, "folder_limit")
-        disk = None if folder is None else StateFolder(Path(folder).expanduser(), folder_bytes)
+        disk = None if folder is None else StateFolder(given_path(folder), folder_bytes)
         self._forest = Forest(self.limit_bytes, disk)
         self._lock = threading.RLock()  # a signal handler may ask for stats() within a pass of its thread
         self._prompts = self._hits = self._reused_tokens = 0
