@@ -92,7 +92,7 @@ def load(
     Raises ModelError, DownloadError, MemoryBudgetError or WindowError; see mlxmoe.errors.
     """
     kv_settings = KVSettings(window, sinks, kv_bits)
-    if lookahead not in ("auto", True, False):
+    if lookahead != "auto" and not isinstance(lookahead, bool):
         raise RequestError(f'lookahead={lookahead!r} is not offered: "auto", True or False.')
     reading = MemoryReader().read()
     memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")

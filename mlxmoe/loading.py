@@ -19,11 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, brief
+from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, RequestError, brief
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
-from mlxmoe.experts.profile import ProfileFolder
+from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.hub import Progress
@@ -219,8 +219,15 @@ def _read_weights(
 
     _read_trunk(model, arrays, path, tell)
     if warm and cache.streams:
-        profile = ProfileFolder().find(cache.layers, digest)
-        cache.fill(profile, lambda done: tell(trunk_bytes + done))
+        cache.fill(_kept_profile(cache, digest), lambda done: tell(trunk_bytes + done))
+
+
+def _kept_profile(cache: ExpertCache, digest: Callable[[], str]) -> RoutingProfile | None:
+    try:
+        return ProfileFolder().find(cache.layers, digest)
+    except RequestError as error:
+        logger.info("No routing profile: %s", error)
+        return None
 
 
 def _read_trunk(model: nn.Module, arrays: list[mx.array], path: Path, tell: Callable[[int], None]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -170,7 +172,23 @@ def test_when_reads_dominate_and_guesses_are_good_less_is_waited_for() -> None:
     assert read[True] < 0.8 * read[False], read
 
 
-@pytest.mark.parametrize("lookahead", ["on", None, 2, "AUTO"])
+def test_a_read_that_only_a_guess_asked_for_fails_no_reply(expected: tuple[list[int], mx.array]) -> None:
+    in_time = threading.Event()
+
+    def early_ones_fail(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            in_time.wait(0.0005)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, buffers, offset)
+
+    with load(experts="25%", context=256, lookahead=True) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxmoe.experts.reader.ALONE_S", 10.0)  # threads read what is early and nothing else
+        engine._experts._reader._queue._preadv = early_ones_fail
+        assert tokens_of(engine) == expected[0]
+        assert mx.array_equal(engine.logits([5, 6, 7, 8, 9]), expected[1])
+
+
+@pytest.mark.parametrize("lookahead", ["on", None, 2, "AUTO", 1, 0.0])
 def test_what_is_not_offered_is_refused(lookahead: object) -> None:
     with pytest.raises(RequestError, match="lookahead="):
         load(lookahead=lookahead)  # type: ignore[arg-type]

@@ -188,6 +188,7 @@ def test_where_no_thread_can_be_had_whoever_waits_reads(file: Path, monkeypatch:
     assert not early.ready
     early.wait()
     assert target == file.read_bytes()
+    assert not reader._queue.early, "nobody would ever take it from there"
 
 
 def interrupt(*_: object) -> None:
@@ -353,6 +354,14 @@ def test_threads_are_woken_where_one_alone_is_slow_and_it_is_tried_again(
     for _ in range(1000):
         reader.read(parts)
     assert reader._queue.s_per_byte * 200_000 < 0.0005, "it is fast now, and was tried"
+    reader.close()
+
+
+def test_no_call_reads_more_pieces_than_the_system_takes(file: Path) -> None:
+    target = bytearray(3000)
+    reader = ExpertReader(state(file))
+    reader.read([Piece(file, n, memoryview(target)[n : n + 1]) for n in range(3000)])
+    assert target == file.read_bytes()[:3000]
     reader.close()
 
 

@@ -157,11 +157,24 @@ def of_other_model(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "digest": "0" * 64}))
 
 
-def a_list(file: Path) -> None:
-    file.write_text("[]")
+def other_json(text: str) -> Callable[[Path], None]:
+    def harm(file: Path) -> None:
+        file.write_text(text)
+
+    return harm
 
 
-@pytest.mark.parametrize("harm", [tear, set_count, of_other_layers, of_other_version, of_other_model, a_list])
+def counts_of_another_kind(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "counts": [1, 2]}))
+
+
+OTHER_JSON = [other_json(text) for text in ("[]", "5", "null", '"abc"', "{}")]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [tear, set_count, of_other_layers, of_other_version, of_other_model, counts_of_another_kind, *OTHER_JSON],
+)
 def test_a_profile_of_no_use_is_ignored_and_said(
     tiny: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +183,18 @@ def test_a_profile_of_no_use_is_ignored_and_said(
     with load(tiny, experts="50%") as engine:
         assert {tuple(sorted(experts)) for experts in held(engine).values()} == {(0, 1, 2, 3)}
     assert "is of no use" in caplog.text
+
+
+def test_without_a_home_folder_there_is_no_profile(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with load(tiny, experts="50%") as engine:
+        assert {tuple(sorted(experts)) for experts in held(engine).values()} == {(0, 1, 2, 3)}
+        with pytest.raises(RequestError, match="no home folder"):
+            engine.keep_profile(trace_that_prefers([1]))
 
 
 def test_another_models_profile_is_not_taken(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

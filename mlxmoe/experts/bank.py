@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.checkpoint import ExpertTensor
 from mlxmoe.experts.policy import LRFU, plan_waves
 from mlxmoe.experts.reader import ExpertReader, Piece, Read
@@ -124,7 +125,9 @@ class ExpertBank:
     def slots_of(self, experts: Sequence[int]) -> list[int]:
         """The slot of each of `experts`, which must all have been admitted by the wave at hand."""
         slot_of = self._slot_of
-        return [slot_of[expert] for expert in experts]
+        slots = [slot_of[expert] for expert in experts]
+        assert EMPTY not in slots, "every expert of a wave has arrived"
+        return slots
 
     def want(self, experts: Sequence[int], top_k: int) -> list[list[int]]:
         """A call wants these experts, `top_k` for each token in turn. Returns them in waves; counts hits.
@@ -167,14 +170,20 @@ class ExpertBank:
         slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
         read = self._reader.start(self._pieces(missing, slots))
         self._coming.update(zip(missing, ((slot, read) for slot in slots), strict=True))
-        self.counters.bytes_read += len(missing) * self.expert_bytes
         return True
 
     def arrive(self, wave: Sequence[int]) -> None:
         """Wait until every expert of `wave`, which was fetched, is in its slot. Raises CheckpointReadError."""
         arrived = [expert for expert in wave if expert in self._coming]
         for expert in arrived:
-            self._coming[expert][1].wait()
+            slot, read = self._coming[expert]
+            try:
+                read.wait()
+            except CheckpointReadError:
+                if not read.early:
+                    raise
+                self._reader.read(self._pieces([expert], [slot]))  # a guess costs a read at most, never a reply
+            self.counters.bytes_read += 0 if read.early else self.expert_bytes
         self._settle_in(arrived)
 
     def computed(self, wave: Sequence[int]) -> None:
@@ -200,8 +209,13 @@ class ExpertBank:
         missing.sort(key=self._policy.worth, reverse=True)  # what is wanted more often is guessed right more often
         self._make_room(len(missing))
         for expert in missing[: len(self._free)]:
-            slot = self._free.pop()
-            self._coming[expert] = slot, self._reader.start(self._pieces([expert], [slot]), early=True)
+            slot = self._free[-1]
+            try:
+                read = self._reader.start(self._pieces([expert], [slot]), early=True)
+            except CheckpointReadError:
+                break  # whoever needs it will say so
+            self._free.pop()
+            self._coming[expert] = slot, read
             self.counters.early_bytes += self.expert_bytes
         self._changing = False
 
@@ -245,8 +259,8 @@ class ExpertBank:
         missing = [expert for expert in order if expert not in self._policy][: len(self._free)]
         slots = dict(zip(sorted(missing), sorted(self._free), strict=False))  # with room for all: n goes to slot n
         targets = {expert: slots[expert] for expert in missing}
+        self._changing = True  # a read that is cut short may go on for a moment
         self._reader.read(self._pieces(list(targets), list(targets.values())))
-        self._changing = True  # until here only slots of nobody were written to
         self.counters.bytes_read += len(targets) * self.expert_bytes
         self._hold({**targets, **self.resident}, {**dict.fromkeys(targets, 0), **self._policy.last_calls})
         self._changing = False

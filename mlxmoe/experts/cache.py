@@ -25,7 +25,7 @@ from mlxmoe.experts.profile import RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
-from mlxmoe.experts.switch import Listening, expert_homes, mixed
+from mlxmoe.experts.switch import Listening, expert_homes, mixed, settle
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.memory.release import release_freed
 
@@ -100,8 +100,7 @@ class ExpertCache:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
-        recordings = self._recordings
-        with self.passes.one(), noting(self._modules, recordings) if recordings else nullcontext():
+        with self._turn(), noting(self._modules, r) if (r := self._recordings) else nullcontext():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
             start = time.perf_counter()
@@ -114,6 +113,14 @@ class ExpertCache:
                 if self._trial is not None:
                     self._trial.note(time.perf_counter() - start)
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The turn, with every module as it is between passes."""
+        with self.passes.one():
+            for module in self._modules.values():
+                settle(module)
+            yield
+
     def start_streaming(self, slots: Mapping[str, int]) -> None:
         """Before any weight was read: give every layer with fewer `slots` than experts a bank, not its arrays."""
         for layer in self.layers:
@@ -123,7 +130,7 @@ class ExpertCache:
 
     def look_ahead(self, model: nn.Module, mode: LookaheadMode) -> None:
         """Have each layer's experts guessed and read early: True always, "auto" while it pays, False never."""
-        with self.passes.one():
+        with self._turn():
             self._trial = Trial() if mode == "auto" else None
             blocks = routing_blocks(model, list(self._modules)) if mode else {}
             self._lookaheads = {
@@ -144,7 +151,7 @@ class ExpertCache:
         CheckpointReadError; however it ends, no slot claims bytes that it does not hold.
         """
         done = 0
-        with self.passes.one():
+        with self._turn():
             for path, stream in self.streams.items():
                 counters = self.counters[path]
                 before = counters.bytes_read
@@ -160,16 +167,18 @@ class ExpertCache:
         the missing ones and is resident. Raises UnsupportedModelError, before anything changes, where experts cannot
         be read in place, and CheckpointReadError.
         """
-        with self.passes.one():
-            self._drop_residents()
-            now = self.slots
-            if slots == now and all(s.bank.slots < s.bank.num_experts for s in self.streams.values()):
-                return
-            for layer in sorted(self.layers, key=lambda layer: slots[layer.path] - now[layer.path]):
-                count, streams = slots[layer.path], layer.path in self.streams
-                if count != now[layer.path] or (streams and count == layer.num_experts):
-                    self._resize(layer, count)
-            self._link()
+        with self._turn():
+            try:
+                self._drop_residents()
+                now = self.slots
+                if slots == now and all(s.bank.slots < s.bank.num_experts for s in self.streams.values()):
+                    return
+                for layer in sorted(self.layers, key=lambda layer: slots[layer.path] - now[layer.path]):
+                    count, streams = slots[layer.path], layer.path in self.streams
+                    if count != now[layer.path] or (streams and count == layer.num_experts):
+                        self._resize(layer, count)
+            finally:
+                self._link()
             release_freed()
 
     def shrunk(self, nbytes: int) -> dict[str, int]:
@@ -212,7 +221,7 @@ class ExpertCache:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The turn for passes that are never evaluated, in which the layers with experts compute nothing."""
-        with self.passes.one(), Listening(self._modules):
+        with self._turn(), Listening(self._modules):
             yield
 
     @contextmanager

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxmoe.experts.bank import ExpertBank
-from mlxmoe.experts.switch import mixed
+from mlxmoe.experts.switch import Passing, mixed
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ class Lookahead:
         streaming = type(self._module)
         if self._hearing.stock_class is not streaming:
             self._hearing = mixed(_Hearing, streaming)
-        self._module.__class__ = self._hearing
         try:
+            self._module.__class__ = self._hearing
             self._block(x.reshape(1, -1, x.shape[-1]))
         except Exception as error:  # whatever a definition raises that routes elsewhere, or from another width
             logger.debug("No lookahead for %s: %s", type(self._block).__name__, error)
@@ -149,7 +149,7 @@ class Lookahead:
         self.gate.note(missing, named)
 
 
-class _Hearing:
+class _Hearing(Passing):
     """Mixed in before a switch layer's class: notes its indices, computes nothing, returns zeros."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -158,12 +158,12 @@ class _Hearing:
 
 
 def routing_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
-    """For each switch layer the module that most probably routes to it: its parent, or that of its `experts`."""
+    """For each switch layer the module that most probably routes to it: what holds it, or its `experts`."""
     modules = dict(model.named_modules())
     blocks = {}
     for path in paths:
         parent = path.rpartition(".")[0]
-        if parent.rpartition(".")[2] == "experts":
+        while parent and (parent not in modules or parent.rpartition(".")[2] == "experts"):
             parent = parent.rpartition(".")[0]
-        blocks[path] = modules[parent]
+        blocks[path] = modules[parent]  # at the worst the model itself, whose call fails and is not tried again
     return blocks

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlxmoe.errors import SavedStateError
+from mlxmoe.errors import RequestError, SavedStateError
 from mlxmoe.experts.trace import Trace
 from mlxmoe.memory.plan import MoeLayer
 from mlxmoe.writing import replacing
@@ -90,7 +90,7 @@ class ProfileFolder:
             return None
         try:
             return _read(file, wanted, layers)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning(
                 "The routing profile %s is of no use (%s) and is ignored. Make it anew: mlxmoe profile.", file, error
             )
@@ -101,11 +101,17 @@ class ProfileFolder:
 
 
 def user_cache() -> Path:
-    """The folder for what programs can make again: as the XDG base directories say, ~/Library/Caches on macOS."""
+    """The folder for what programs can make again: as the XDG base directories say, ~/Library/Caches on macOS.
+
+    Raises RequestError for a user without a home folder.
+    """
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # the specification has relative ones ignored
         return Path(named)
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    try:
+        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    except RuntimeError as error:
+        raise RequestError("This user has no home folder to keep anything in. Set XDG_CACHE_HOME to one.") from error
 
 
 def _shape_key(layers: Sequence[MoeLayer]) -> str:

@@ -23,6 +23,7 @@ from mlxmoe.experts.safetensors import FileState
 
 READ_THREADS = 4  # parallel reads of 1-4 MB reach an SSD's rate with four threads
 PIECE_BYTES = 4 * 2**20  # of one read: larger ones leave the other threads idle
+MOST_TARGETS = 512  # of one system call, which takes 1024 on Linux and macOS (IOV_MAX)
 ALONE_S = 0.5e-3  # what whoever waits reads alone in this time is not worth waking threads for
 FORGET = 0.99  # how much of the pace of one thread alone is believed after each read that several shared
 
@@ -63,7 +64,8 @@ def open_for_scattered_reads(path: Path) -> int:
 class Read:
     """Pieces under way. Only the thread that started it may call its methods."""
 
-    def __init__(self, queue: _Queue, runs: Sequence[_Run], *, shared: bool) -> None:
+    def __init__(self, queue: _Queue, runs: Sequence[_Run], *, early: bool, shared: bool) -> None:
+        self.early = early
         self._queue = queue
         self._shared = shared  # with the reader's threads
         self.waiting = deque(runs)  # guarded by the queue's lock, as are the next three
@@ -90,17 +92,17 @@ class Read:
         """Take part in the reading until it is done. Raises CheckpointReadError; then no thread writes any more."""
         queue = self._queue
         start, nbytes = time.perf_counter(), 0
-        while (run := queue.take_of(self)) is not None:
-            try:
+        try:
+            while (run := queue.take_of(self)) is not None:
                 queue.fill(run)
-            except BaseException:
-                self.drop()
-                raise
-            queue.one_less(self)
-            nbytes += _length(run[2])
-        if nbytes and not self._shared:
-            queue.note_pace(nbytes, time.perf_counter() - start)
-        queue.wait_for(self)
+                queue.one_less(self)
+                nbytes += _length(run[2])
+            if nbytes and not self._shared:
+                queue.note_pace(nbytes, time.perf_counter() - start)
+            queue.wait_for(self)
+        except BaseException:  # Ctrl-C too
+            self.drop()
+            raise
         if self.error is not None:
             raise self.error
         assert self.ready, "a dropped read is waited for by nobody"
@@ -130,9 +132,9 @@ class _Queue:
         self.s_per_byte = 1e-9  # of one thread alone, lately
         self._preadv = preadv
 
-    def put(self, read: Read, *, early: bool, wake: int) -> None:
+    def put(self, read: Read, *, wake: int) -> None:
         with self.lock:
-            (self.early if early else self.demand).append(read)
+            (self.early if read.early else self.demand).append(read)
             self.work.notify(wake)
 
     def take_of(self, read: Read) -> _Run | None:
@@ -256,7 +258,7 @@ class ExpertReader:
         self._descriptors: dict[Path, int] = {}
         self._most_threads = threads
         self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._queue, self._threads, self._descriptors)
+        self._end = weakref.finalize(self, _end, self._queue, self._threads, self._descriptors, os.getpid())
 
     @property
     def files(self) -> Mapping[Path, FileState]:
@@ -275,12 +277,11 @@ class ExpertReader:
         runs = _runs([(self._descriptors[piece.file], piece.offset, piece.target) for piece in pieces])
         alone_s = self._queue.s_per_byte * sum(len(piece.target) for piece in pieces)
         shared = early or alone_s > ALONE_S
-        read = Read(self._queue, runs, shared=shared)
-        if shared:
-            if not early:
-                self._queue.s_per_byte *= FORGET  # so that one thread alone is tried again now and then
-            self._have_threads(len(runs))
-            self._queue.put(read, early=early, wake=len(runs))
+        read = Read(self._queue, runs, early=early, shared=shared)
+        if shared and not early:
+            self._queue.s_per_byte *= FORGET  # so that one thread alone is tried again now and then
+        if shared and self._have_threads(len(runs)):
+            self._queue.put(read, wake=len(runs))
         return read
 
     def read(self, pieces: Sequence[Piece]) -> None:
@@ -295,17 +296,18 @@ class ExpertReader:
         """Drop every read, end the threads, close the files. May be called twice."""
         self._queue.settle()
         self._end()
-        _end(self._queue, self._threads, self._descriptors)  # again, where Ctrl-C cut the first short
+        _end(self._queue, self._threads, self._descriptors, os.getpid())  # again, where Ctrl-C cut the first short
 
-    def _have_threads(self, count: int) -> None:
-        """Up to `count` threads; fewer where the system gives none: whoever waits reads too."""
+    def _have_threads(self, count: int) -> bool:
+        """Up to `count` threads, fewer where the system gives none: whoever waits reads too. Whether any are."""
         while len(self._threads) < min(count, self._most_threads):
             thread = threading.Thread(target=self._queue.serve, name="mlxmoe-read", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
-                return
+                break
             self._threads.append(thread)
+        return bool(self._threads)
 
     def _refuse_changed(self, path: Path) -> None:
         try:
@@ -325,7 +327,9 @@ class ExpertReader:
             )
 
 
-def _end(queue: _Queue, threads: list[threading.Thread], descriptors: dict[Path, int]) -> None:
+def _end(queue: _Queue, threads: list[threading.Thread], descriptors: dict[Path, int], process: int) -> None:
+    if os.getpid() != process:
+        return  # a fork has none of the threads, and perhaps a lock that nobody will ever let go
     queue.close()
     while threads:
         threads[-1].join()
@@ -342,7 +346,7 @@ def _runs(pieces: list[tuple[int, int, memoryview]]) -> list[_Run]:
         for start in range(0, len(whole), PIECE_BYTES):
             target = whole if len(whole) <= PIECE_BYTES else whole[start : start + PIECE_BYTES]
             size = len(target)
-            if size <= room and end == (descriptor, offset):
+            if size <= room and end == (descriptor, offset) and len(runs[-1][2]) < MOST_TARGETS:
                 runs[-1][2].append(target)
                 room -= size
             else:

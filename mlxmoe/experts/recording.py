@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from mlxmoe.experts.switch import Passing, mixed
 from mlxmoe.experts.trace import NO_EXPERT, Trace, layer_numbers
 from mlxmoe.memory.plan import MoeLayer
 
@@ -86,10 +87,8 @@ class Recording:
         self._passes.append(routed)
 
 
-class _Noting:
+class _Noting(Passing):
     """Mixed in before a switch module's class: notes the indices of each call, and changes nothing."""
-
-    noted_class: type
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         heard = self.__dict__.get("heard_indices")
@@ -101,15 +100,18 @@ class _Noting:
 
 @contextmanager
 def noting(modules: Mapping[str, nn.Module], recordings: Sequence[Recording]) -> Iterator[None]:
-    """Within a pass: tell `recordings`, when it ends well, what each of `modules` was asked for."""
+    """Within a pass: tell `recordings`, when it ends well, what each of `modules` was asked for.
+
+    Whatever Ctrl-C leaves of it is undone by `settle` before the next pass.
+    """
     classes: dict[str, type] = {}
     noted: dict[type, type] = {}
     heard: list[list[mx.array]] = [[] for _ in modules]
     try:
         for (path, module), calls in zip(modules.items(), heard, strict=True):
-            kind = classes[path] = module.noted_class if isinstance(module, _Noting) else type(module)
+            kind = classes[path] = type(module)
             if kind not in noted:
-                noted[kind] = type(f"Noting{kind.__name__}", (_Noting, kind), {"noted_class": kind})
+                noted[kind] = mixed(_Noting, kind)
             module.__dict__["heard_indices"] = calls  # not an entry of the module, which would be a parameter
             module.__class__ = noted[kind]
         yield

@@ -14,6 +14,7 @@ none without (0 of 10). mlx-lm's own `stream_generate` always wires. Reported, n
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -40,9 +41,11 @@ class SharedLimit:
             if not self._holders:
                 self._before = before
             self._holders[token] = nbytes
-        return weakref.finalize(holder, self._let_go, token)
+        return weakref.finalize(holder, self._let_go, token, os.getpid())
 
-    def _let_go(self, token: object) -> None:
+    def _let_go(self, token: object, process: int) -> None:
+        if os.getpid() != process:
+            return  # a fork's MLX has lost its threads: a call of it may wait for ever
         with self._lock:
             self._holders.pop(token, None)
             self._set_limit(next(reversed(self._holders.values()), self._before))
