@@ -1,0 +1,149 @@
+"""Measuring a loaded engine: decode with a context full, and prefill by the size of its chunks. Finds nothing best.
+
+Decoded is what the model itself says after a few built-in words, sampled at temperature 1: its own routing, without
+the loops of greedy decoding. The context before it is filled with the keys and values of those words, over and over:
+attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration would take
+longer than everything else. Caches that cannot be filled so are prefilled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlxmoe.engine import Engine
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError
+from mlxmoe.kv.layers import leaves_of
+from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.plan import KV_STEP
+from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.tuning.search import Decoded, Point
+
+WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
+SEED_TOKENS = 16
+WARM_SHARE = 0.3  # of the time: the slots and the page cache settle
+LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
+
+
+class EngineBench:
+    """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread."""
+
+    def __init__(
+        self, engine: Engine, events: Sequence[MemoryEvent], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._engine = engine
+        self._events = events
+        self._clock = clock
+        ids = list(engine.tokenizer.encode(WORDS))
+        self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
+        self._seed: list[Any] | None = None  # the caches' states after the words
+
+    def seed(self) -> float:
+        """Prefill the words that contexts are filled with; seconds for a token of them."""
+        cache, start = self._engine.decoder.new_cache(), self._clock()
+        self._engine.decoder.prefill(self._words, cache)
+        self._seed = [leaf.state for leaf in leaves_of(cache)]
+        return (self._clock() - start) / len(self._words)
+
+    def prefill(self, chunk_tokens: int) -> float:
+        """Seconds that a prompt of one chunk takes, the memory as it is. Raises MemoryPressureError."""
+        words = (self._words * (chunk_tokens // len(self._words) + 1))[:chunk_tokens]
+        decoder, before = self._engine.decoder, len(self._events)
+        start = self._clock()
+        decoder.prefill(_varied(words, self._engine), decoder.new_cache())
+        seconds = self._clock() - start
+        if found := pressed(self._events[before:]):
+            raise MemoryPressureError(found)
+        return seconds
+
+    def decode(self, point: Point, seconds: float) -> Decoded:
+        """Decode with the context of `point` full, for about `seconds`, and its expert budget.
+
+        What brings memory pressure is stopped: what was seen of it says so.
+        """
+        before = len(self._events)
+        start = self._clock()
+        try:
+            if point.plan.expert_bytes:
+                self._engine.resize(point.plan.bank_bytes)
+            after = tokens_after(point.context)
+            return self._steps(self._filled(point.context - after), after, start, seconds, before)
+        except (MemoryBudgetError, MemoryPressureError) as error:
+            mx.clear_cache()
+            return Decoded(0, 0.0, pressure=str(error))
+
+    def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
+        """`most`: tokens, with those that warm up."""
+        decoder = self._engine.decoder
+        stepping = decoder.generate(self._words[-1:], cache, Sampler(SamplingSettings(temperature=1.0, seed=1)))
+        warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
+        for _ in range(max(1, most // 3)):
+            next(stepping)
+            if self._clock() >= warm_until:
+                break
+        stats, begun, tokens = self._engine.stats(), self._clock(), 0
+        found = None
+        while tokens < max(LEAST_TOKENS, most - most // 3) and found is None:
+            next(stepping)
+            tokens += 1
+            found = pressed(self._events[before:])
+            if self._clock() - start >= seconds and tokens >= LEAST_TOKENS:
+                break
+        took, after = self._clock() - begun, self._engine.stats()
+        stepping.close()  # type: ignore[attr-defined]  # a generator
+        return Decoded(tokens, took, after.hits - stats.hits, after.misses - stats.misses, found)
+
+    def _filled(self, tokens: int) -> list[Any]:
+        """The model's caches after `tokens`."""
+        decoder = self._engine.decoder
+        if self._seed is None:
+            self.seed()
+        assert self._seed is not None, "seed() has just been called"
+        cache = decoder.new_cache()
+        leaves = leaves_of(cache)
+        if all(type(leaf) in (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache) for leaf in leaves):
+            for leaf, state in zip(leaves, self._seed, strict=True):
+                leaf.state = _stretched(leaf, state, len(self._words), tokens)
+            mx.eval([leaf.state for leaf in leaves])
+        else:
+            decoder.prefill(_varied((self._words * (tokens // len(self._words) + 1))[:tokens], self._engine), cache)
+        return cache
+
+
+def tokens_after(context: int) -> int:
+    """What is decoded at the end of a full context, at most."""
+    return max(1, min(MOST_TOKENS, context // 4))
+
+
+def pressed(events: Sequence[MemoryEvent]) -> str | None:
+    """What the guard noticed or did because memory was short; None where nothing."""
+    told = [event for event in events if event.action in ("shrink", "restrict", "finish")]
+    told += [event for event in events if event.action == "pressure" and event.pressure != "normal"]
+    return told[0].text if told else None
+
+
+def _varied(words: Sequence[int], engine: Engine) -> list[int]:
+    """`words` with most of them replaced by others of the vocabulary: a loop would ask for too few experts."""
+    size = max(engine.tokenizer.vocab_size, 2)
+    return [(word + 7919 * place) % size for place, word in enumerate(words)]
+
+
+def _stretched(cache: Any, state: Any, seen: int, tokens: int) -> Any:
+    """The state of an empty `cache` after `tokens`, made of one after `seen` by repeating its rows."""
+    if type(cache) is ArraysCache:
+        return tree_map(lambda value: value, state)  # of a fixed size, whatever it has seen
+    keys, values, _, *rest = state
+    rows = -(-(tokens + MOST_TOKENS) // KV_STEP) * KV_STEP  # as the cache would have made room
+    if type(cache) is RotatingKVCache:
+        rows = min(tokens, cache.max_size)
+        rest = [cache.keep, cache.max_size, rows]
+
+    def repeat(array: mx.array) -> mx.array:
+        return mx.take(array, mx.arange(rows) % seen, axis=-2)
+
+    return (tree_map(repeat, keys), tree_map(repeat, values), tokens, *rest)
