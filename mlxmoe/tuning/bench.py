@@ -26,18 +26,26 @@ from mlxmoe.tuning.search import Decoded, Point
 
 WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
 SEED_TOKENS = 16
-WARM_SHARE = 0.3  # of the time: the slots and the page cache settle
+WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
 LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
 
 
 class EngineBench:
-    """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread."""
+    """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread.
+
+    `bytes_from_disk`: what this process has had read from disks so far; None where the system does not tell.
+    """
 
     def __init__(
-        self, engine: Engine, events: Sequence[MemoryEvent], clock: Callable[[], float] = time.perf_counter
+        self,
+        engine: Engine,
+        events: Sequence[MemoryEvent],
+        bytes_from_disk: Callable[[], int | None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
         self._events = events
+        self._bytes_from_disk = bytes_from_disk
         self._clock = clock
         ids = list(engine.tokenizer.encode(WORDS))
         self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
@@ -75,28 +83,35 @@ class EngineBench:
             return self._steps(self._filled(point.context - after), after, start, seconds, before)
         except (MemoryBudgetError, MemoryPressureError) as error:
             mx.clear_cache()
-            return Decoded(0, 0.0, pressure=str(error))
+            return Decoded(pressure=str(error))
 
     def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
         """`most`: tokens, with those that warm up."""
         decoder = self._engine.decoder
         stepping = decoder.generate(self._words[-1:], cache, Sampler(SamplingSettings(temperature=1.0, seed=1)))
         warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
-        for _ in range(max(1, most // 3)):
+        for _ in range(max(1, most // 2)):
             next(stepping)
             if self._clock() >= warm_until:
                 break
-        stats, begun, tokens = self._engine.stats(), self._clock(), 0
-        found = None
-        while tokens < max(LEAST_TOKENS, most - most // 3) and found is None:
+        stats, disk, steps, found = self._engine.stats(), self._bytes_from_disk(), list[float](), None
+        while len(steps) < max(LEAST_TOKENS, most // 2) and found is None:
+            begun = self._clock()
             next(stepping)
-            tokens += 1
+            steps.append(self._clock() - begun)
             found = pressed(self._events[before:])
-            if self._clock() - start >= seconds and tokens >= LEAST_TOKENS:
+            if self._clock() - start >= seconds and len(steps) >= LEAST_TOKENS:
                 break
-        took, after = self._clock() - begun, self._engine.stats()
-        stepping.close()  # type: ignore[attr-defined]  # a generator
-        return Decoded(tokens, took, after.hits - stats.hits, after.misses - stats.misses, found)
+        after, disk_after = self._engine.stats(), self._bytes_from_disk()
+        read = after.bytes_read + after.early_bytes - stats.bytes_read - stats.early_bytes
+        return Decoded(
+            steps_s=tuple(steps),
+            hits=after.hits - stats.hits,
+            misses=after.misses - stats.misses,
+            read_bytes=read,
+            disk_bytes=None if disk is None or disk_after is None else min(read, disk_after - disk),
+            pressure=found,
+        )
 
     def _filled(self, tokens: int) -> list[Any]:
         """The model's caches after `tokens`."""

@@ -21,26 +21,44 @@ LEAST_SHARE = 0.5  # of the longest measurement's time: in less than that none b
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What decoding showed. `hits`, `misses`: experts asked for. `pressure`: why it was stopped, None where not."""
+    """What decoding showed. `steps_s`: seconds of each token. `hits`, `misses`: experts asked for.
 
-    tokens: int
-    seconds: float
+    `read_bytes`: of experts, for misses and for guesses of the next layer's, from wherever they lay; `disk_bytes`: of
+    these what came from the disk, None where the system does not tell. `pressure`: why it was stopped, if it was.
+    """
+
+    steps_s: tuple[float, ...] = ()
     hits: int = 0
     misses: int = 0
+    read_bytes: int = 0
+    disk_bytes: int | None = None
     pressure: str | None = None
 
     def __add__(self, other: Decoded) -> Decoded:
         return Decoded(
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
+            self.steps_s + other.steps_s,
             self.hits + other.hits,
             self.misses + other.misses,
+            self.read_bytes + other.read_bytes,
+            None if self.disk_bytes is None or other.disk_bytes is None else self.disk_bytes + other.disk_bytes,
             self.pressure or other.pressure,
         )
 
     @property
+    def tokens(self) -> int:
+        return len(self.steps_s)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a token, on average of all but the fastest and slowest tenth: what other programs do now and
+        then is no part of it, while misses that come every few tokens are."""
+        cut = self.tokens // 10
+        middle = sorted(self.steps_s)[cut : self.tokens - cut]
+        return sum(middle) / len(middle) if middle else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        return 1 / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -102,7 +120,7 @@ class Search:
         self._clock = clock
         self._deadline = deadline
         self._tell = tell
-        self._left = len(SHARES) + 2 * (len(most) - 1) + 3
+        self._left = len(SHARES) + 4 * (len(most) - 1) + 4
         self._longest_s = 0.0  # that a measurement took
 
     def run(self) -> bool:
@@ -114,7 +132,7 @@ class Search:
                 return False
             self._tell(point)
             start = self._clock()
-            decoded = self._bench.decode(point, max(0.0, left) / max(1, self._left))
+            decoded = self._bench.decode(point, max(0.0, left) / max(2, self._left))
             self._longest_s = max(self._longest_s, self._clock() - start)
             self._left -= 1
             self._note(point, decoded)
@@ -153,30 +171,24 @@ class Search:
             yield Point(most.context, plan)
 
     def _around(self, most: Point) -> Iterator[Point]:
-        """Between the fastest and its neighbours in bytes."""
+        """Between the fastest and its neighbours in bytes; of the smallest, the one below is what a token needs."""
         best = self.fastest(most.context)
         if best is None or not most.plan.expert_bytes:
             return
         at = best.point.plan.bank_bytes
-        budgets = sorted(row.point.plan.bank_bytes for row in self.rows if row.point.context == most.context)
+        same = [row for row in self.rows if row.point.context == most.context and row.usable]
+        budgets = sorted(row.point.plan.bank_bytes for row in same)
         below, above = [b for b in budgets if b < at], [b for b in budgets if b > at]
-        for neighbour in (*above[:1], *below[-1:]):
+        for neighbour in (*above[:1], *(below[-1:] or [self._floor_bytes])):
             yield from self._new(most, (at + neighbour) // 2)
 
     def _again(self, context: int) -> Iterator[Point]:
-        """The fastest of a context and those that come close, where there is more than one."""
-        best = self.fastest(context)
-        if best is None:
-            return
-        close = [
-            row
-            for row in self.rows
-            if row.point.context == context
-            and row.usable
-            and row.decoded.tokens_per_s >= CLOSE * best.decoded.tokens_per_s
-        ]
-        for row in close if len(close) > 1 else []:
-            yield row.point
+        """The two fastest of a context, and others that come close; not where there is no choice."""
+        same = [row for row in self.rows if row.point.context == context and row.usable]
+        same.sort(key=lambda row: -row.decoded.tokens_per_s)
+        for place, row in enumerate(same if len(same) > 1 else []):
+            if place < 2 or row.decoded.tokens_per_s >= CLOSE * same[0].decoded.tokens_per_s:
+                yield row.point
 
     def _note(self, point: Point, decoded: Decoded) -> None:
         for number, row in enumerate(self.rows):

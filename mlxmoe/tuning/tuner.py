@@ -92,7 +92,7 @@ def tune(
         run = Run(engine, opened, points, events, budget_s, progress)
         run.measure()
     work = Workload.of(opened)
-    rows, rates = predicted_rows(work, run.search.rows, run.prefill, None if rate is None else rate.bytes_per_s)
+    rows, rates = predicted_rows(work, run.search.rows, run.prefill)
     best = choose(rows, chosen_goal, min_tps)
     report = TuneReport(
         model=None if model is None else str(model),
@@ -139,7 +139,7 @@ class Run:
         self._start = clock()
         self._budget_s = budget_s
         self._progress = progress
-        self._bench = EngineBench(engine, events, clock)
+        self._bench = EngineBench(engine, events, Machine().bytes_from_disk, clock)
         self._most = engine.plan.chunk_tokens
         self._context = engine.plan.context or self._most + 1
         layers = opened.layers
@@ -273,8 +273,8 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
     if not opened.layers:
         yield "the model is dense: it has no experts to give slots to"
     yield (
-        "predicted: by constants that are fitted to these very rows: how near they come says whether the model of "
-        "speed holds here, not how well it foresees"
+        "predicted: from the experts that were counted as read, by constants that are fitted to these very rows: how "
+        "near they come says whether the model of speed holds here, not how well it foresees"
     )
     if run.prefill:
         yield "the first token is predicted from the fastest measured prompt of one chunk"
