@@ -293,6 +293,15 @@ def test_a_filled_cache_has_the_length_and_the_bytes_of_a_prefilled_one(tiny: Pa
         assert all(mx.isfinite(values).all() for values in logits)
 
 
+def test_no_configuration_reads_what_another_read(tiny: Path) -> None:
+    with load(tiny, context=256) as engine:
+        bench = EngineBench(engine, [], lambda: None)
+        assert bench.seed(0.2) > 0
+        read = [tuple(bench._text.take(20)) for _ in range(30)]
+    assert len(set(read)) == len(read)
+    assert all(0 <= token < QWEN3_MOE["vocab_size"] for tokens in read for token in tokens)
+
+
 def test_a_full_rotating_cache_is_filled_as_it_would_be() -> None:
     from mlx_lm.models.cache import RotatingKVCache
 

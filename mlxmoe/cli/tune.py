@@ -105,7 +105,7 @@ class _TimeLeft(ProgressColumn):
         if not task.fields["timed"]:
             return Text("")
         left = max(0, int((task.total or 0) - (task.elapsed or 0)))
-        return Text(f"at most {left // 60}:{left % 60:02d} left, Ctrl-C keeps what was measured")
+        return Text(f"{left // 60}:{left % 60:02d} left")
 
 
 @contextmanager
@@ -121,6 +121,10 @@ def _progress() -> Iterator[tuple[TuneProgress, LoadProgress]]:
             return tasks[name]
 
         def measuring(done_s: float, total_s: float, what: str) -> None:
+            if "Measuring" not in tasks:
+                bar.console.print(
+                    f"Measuring for {total_s:.0f} s at most; Ctrl-C keeps what was measured.", style="dim"
+                )
             number = task("Measuring", total_s, True)
             bar.update(number, completed=done_s, description=f"Measuring {what}")
 

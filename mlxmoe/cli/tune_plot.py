@@ -71,7 +71,8 @@ def _draw_memory(axes: Any, best: list[TuneRow]) -> None:
     axes.set(title="Memory as planned", xlabel="context, tokens", ylabel=name_of_unit)
     _name_contexts(axes, best)
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], frameon=False, fontsize="small")
+    axes.set_ylim(top=1.4 * axes.get_ylim()[1])  # for the legend
+    axes.legend(handles[::-1], names[::-1], frameon=False, fontsize="small", ncols=2, loc="upper left")
 
 
 def _draw_front(axes: Any, report: TuneReport, usable: list[TuneRow]) -> None:

@@ -1,9 +1,10 @@
 """Measuring a loaded engine: decode with a context full, and prefill by the size of its chunks. Finds nothing best.
 
-Decoded is what the model itself says after a few built-in words, sampled at temperature 1: its own routing, without
-the loops of greedy decoding. The context before it is filled with the keys and values of those words, over and over:
-attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration would take
-longer than everything else. Caches that cannot be filled so are prefilled.
+What is decoded is a text of the model's own: what it says after a few built-in words, sampled at temperature 1, and
+where that ends, tokens of no text at all. Each configuration reads on in it, so that none finds its experts in memory
+because the one before read the same. The context before it is filled with the keys and values of those words, over
+and over: attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration
+would take longer than everything else. Caches that cannot be filled so are prefilled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mlxmoe.sampling import Sampler, SamplingSettings
 from mlxmoe.tuning.search import Decoded, Point
 
 WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
-SEED_TOKENS = 16
+SEED_TOKENS, TEXT_TOKENS = 16, 1024
 WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
 LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
 
@@ -50,20 +51,32 @@ class EngineBench:
         ids = list(engine.tokenizer.encode(WORDS))
         self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
         self._seed: list[Any] | None = None  # the caches' states after the words
+        self._text = _Text(self._words, max(engine.tokenizer.vocab_size, 2))
 
-    def seed(self) -> float:
-        """Prefill the words that contexts are filled with; seconds for a token of them."""
-        cache, start = self._engine.decoder.new_cache(), self._clock()
-        self._engine.decoder.prefill(self._words, cache)
+    def seed(self, seconds: float = 0.0) -> float:
+        """Prefill the words that contexts are filled with, and have the model go on for some `seconds`.
+
+        Returns the seconds that a token of the words took.
+        """
+        decoder, start = self._engine.decoder, self._clock()
+        cache = decoder.new_cache()
+        decoder.prefill(self._words, cache)
         self._seed = [leaf.state for leaf in leaves_of(cache)]
-        return (self._clock() - start) / len(self._words)
+        took = self._clock() - start
+        said, until = list[int](), self._clock() + seconds
+        for sampled in decoder.generate(self._words, cache, Sampler(SamplingSettings(temperature=1.0, seed=1))):
+            said.append(sampled.token)
+            if self._clock() >= until or len(said) >= TEXT_TOKENS:
+                break
+        self._text = _Text(said, max(self._engine.tokenizer.vocab_size, 2))
+        return took / len(self._words)
 
     def prefill(self, chunk_tokens: int) -> float:
         """Seconds that a prompt of one chunk takes, the memory as it is. Raises MemoryPressureError."""
-        words = (self._words * (chunk_tokens // len(self._words) + 1))[:chunk_tokens]
+        tokens = self._text.take(chunk_tokens)
         decoder, before = self._engine.decoder, len(self._events)
         start = self._clock()
-        decoder.prefill(_varied(words, self._engine), decoder.new_cache())
+        decoder.prefill(tokens, decoder.new_cache())
         seconds = self._clock() - start
         if found := pressed(self._events[before:]):
             raise MemoryPressureError(found)
@@ -76,6 +89,7 @@ class EngineBench:
         """
         before = len(self._events)
         start = self._clock()
+        mx.clear_cache()  # the last context's cache: it is not to be in the way of larger banks
         try:
             if point.plan.expert_bytes:
                 self._engine.resize(point.plan.bank_bytes)
@@ -88,7 +102,7 @@ class EngineBench:
     def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
         """`most`: tokens, with those that warm up."""
         decoder = self._engine.decoder
-        stepping = decoder.generate(self._words[-1:], cache, Sampler(SamplingSettings(temperature=1.0, seed=1)))
+        stepping = decoder.generate(self._text.take(1), cache, _Reading(self._text))
         warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
         for _ in range(max(1, most // 2)):
             next(stepping)
@@ -126,7 +140,7 @@ class EngineBench:
                 leaf.state = _stretched(leaf, state, len(self._words), tokens)
             mx.eval([leaf.state for leaf in leaves])
         else:
-            decoder.prefill(_varied((self._words * (tokens // len(self._words) + 1))[:tokens], self._engine), cache)
+            decoder.prefill(self._text.take(tokens), cache)
         return cache
 
 
@@ -142,10 +156,34 @@ def pressed(events: Sequence[MemoryEvent]) -> str | None:
     return told[0].text if told else None
 
 
-def _varied(words: Sequence[int], engine: Engine) -> list[int]:
-    """`words` with most of them replaced by others of the vocabulary: a loop would ask for too few experts."""
-    size = max(engine.tokenizer.vocab_size, 2)
-    return [(word + 7919 * place) % size for place, word in enumerate(words)]
+class _Text:
+    """Tokens without end: those that were `said`, then the same moved on in the vocabulary, further each time."""
+
+    def __init__(self, said: Sequence[int], vocab_size: int) -> None:
+        self._said = tuple(said)
+        self._vocab_size = vocab_size
+        self._taken = 0
+
+    def take(self, count: int) -> list[int]:
+        places = range(self._taken, self._taken + count)
+        self._taken += count
+        return [self._token(place) for place in places]
+
+    def _token(self, place: int) -> int:
+        again, at = divmod(place, len(self._said))
+        return (self._said[at] + again * (7919 + 104729 * at)) % self._vocab_size  # primes: no two rounds are alike
+
+
+class _Reading(Sampler):
+    """Draws what a text says next, whatever the model would: each token takes the work of any other."""
+
+    def __init__(self, text: _Text) -> None:
+        super().__init__(SamplingSettings(seed=0))
+        self._text = text
+
+    def __call__(self, logits: mx.array, history: Sequence[int]) -> tuple[mx.array, mx.array]:
+        drawn, logprob = super().__call__(logits, history)
+        return mx.array(self._text.take(1)[0], dtype=drawn.dtype), logprob
 
 
 def _stretched(cache: Any, state: Any, seen: int, tokens: int) -> Any:

@@ -32,6 +32,7 @@ from mlxmoe.tuning.workload import Workload
 
 LEAST_BUDGET_S = 5.0
 PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
+TEXT_SHARE = 0.08  # of the whole time, for the text that is read
 READ_SHARE = 0.05  # of the whole time, for the read rate
 CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
 
@@ -171,7 +172,7 @@ class Run:
     def _measure_prefill(self) -> None:
         """Chunks of the sizes that a plan chooses from, the small ones first: they tell what a larger one takes."""
         self._tell("the first words")
-        each_s = self._bench.seed()
+        each_s = self._bench.seed(TEXT_SHARE * self._budget_s)
         sizes = {min(tokens, self._most, self._context - 1) for tokens in CHUNK_TOKENS}
         for tokens in sorted(size for size in sizes if size > 0):
             if each_s * tokens > PREFILL_SHARE * (self._budget_s - self.seconds):
@@ -268,7 +269,7 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
         yield f"{why} ended the measuring after {rows} configurations, which are kept: others may be better"
     yield (
         f"measured: decoding at the end of a full context (its last {MOST_TOKENS} tokens, or its last quarter), "
-        f"filled with the same few words over and over"
+        f"filled with the same few words over and over; what is decoded is a text that the model wrote before"
     )
     if not opened.layers:
         yield "the model is dense: it has no experts to give slots to"
