@@ -184,8 +184,8 @@ def explain(rows: Sequence[TuneRow], chosen: TuneRow | None, least: float | None
     if larger:
         slow = min(larger, key=lambda row: row.full_tokens_per_s)
         yield (
-            f"More slots are slower here: {_name(slow)} decodes {slow.full_tokens_per_s:.2f} tokens/s, as the page "
-            f"cache that feeds misses has less."
+            f"More slots are slower here: {_name(slow)} decodes {slow.full_tokens_per_s:.2f} tokens/s. The page "
+            f"cache that feeds misses may have too little."
         )
     for context in sorted({row.context for row in usable} - {chosen.context}):
         row = _best_of(rows, context)
