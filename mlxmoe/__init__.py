@@ -39,7 +39,8 @@ from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
-from mlxmoe.tuning import ContextPlan, PlanReport, plan
+from mlxmoe.tuned import TunedMachine
+from mlxmoe.tuning import ContextPlan, PlanReport, PrefillRow, TuneReport, TuneRow, plan, tune
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanReport",
+    "PrefillRow",
     "PrefixStats",
     "PrefixStore",
     "PromptError",
@@ -77,6 +79,9 @@ __all__ = [
     "Session",
     "TornStateError",
     "Trace",
+    "TuneReport",
+    "TuneRow",
+    "TunedMachine",
     "UnsupportedModelError",
     "WindowError",
     "__version__",
@@ -84,4 +89,5 @@ __all__ = [
     "plan",
     "register",
     "routing_stats",
+    "tune",
 ]

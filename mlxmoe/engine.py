@@ -38,6 +38,7 @@ from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
+from mlxmoe.tuned import Tuning, find_tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,6 +61,8 @@ def load(
     on_memory: Callable[[MemoryEvent], None] | None = None,
     wired: bool = False,
     warm: bool = True,
+    tuned: bool = True,
+    chunk_tokens: int | None = None,
     revision: str | None = None,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -86,6 +89,10 @@ def load(
     - `wired`: forbid macOS to compress or swap the engine's memory: see mlxmoe.memory.limits for both sides of that.
     - `warm`: fill the slots before returning, at the rate the drive reads: with the experts that `mlxmoe profile`
       found to be used most, or with the first ones. False returns earlier, and reads experts when they are asked for.
+    - `tuned`: where `mlxmoe tune` has measured this model on this machine, take its context, experts and chunk for
+      those that are not named here; the log says which. What is named here always wins.
+    - `chunk_tokens`: the most tokens of a prompt that are computed at once; by default as many as in mlx-lm (2048),
+      or what fits. Fewer take less memory; sums may be rounded in another order, as with mlx-lm's prefill_step_size.
     - `revision`: of a hub id. `adapter`: folder of a LoRA adapter of trunk modules, as mlx-lm trains them.
       `trust_remote_code`: run model code that comes with the weights.
 
@@ -94,6 +101,8 @@ def load(
     kv_settings = KVSettings(window, sinks, kv_bits)
     if lookahead != "auto" and not isinstance(lookahead, bool):
         raise RequestError(f'lookahead={lookahead!r} is not offered: "auto", True or False.')
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+        raise RequestError(f"chunk_tokens={chunk_tokens!r} is no number of tokens: 1 or more, or None.")
     reading = MemoryReader().read()
     memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
     if memory is not None and memory_bytes > reading.total_bytes > 0:
@@ -118,6 +127,8 @@ def load(
         kv_settings=kv_settings,
         lookahead=lookahead,
         warm=warm,
+        chunk_tokens=chunk_tokens,
+        tuning=find_tuning(folder, adapter, reading, kv_settings) if tuned else None,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
@@ -145,7 +156,7 @@ class Engine:
     """A loaded model. Made by `load()`; a context manager; its streams may interleave, from any thread.
 
     `tokenizer`: mlx-lm's tokenizer wrapper. `config`: the model's config.json. `path`: its folder. `kv_settings`: the
-    window and the bits of its KV caches.
+    window and the bits of its KV caches. `tuning`: what of `mlxmoe tune` it was loaded by, None without.
     """
 
     def __init__(
@@ -162,6 +173,7 @@ class Engine:
         self.tokenizer: TokenizerWrapper = loaded.tokenizer
         self.config: dict[str, Any] = loaded.config
         self.path: Path = loaded.path
+        self.tuning: Tuning | None = loaded.tuning
         self.kv_settings: KVSettings = loaded.kv_choice.settings
         self._experts = loaded.experts
         chunk_tokens = chunk_tokens or loaded.plan.chunk_tokens
@@ -196,6 +208,11 @@ class Engine:
     def model(self) -> nn.Module:
         """mlx-lm's model, callable with caches as mlx-lm's are. Raises EngineClosedError."""
         return self._decoder.model
+
+    @property
+    def decoder(self) -> Decoder:
+        """The token loop of its own caches: for who measures it, below text and replies."""
+        return self._decoder
 
     @property
     def plan(self) -> Plan:

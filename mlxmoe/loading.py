@@ -34,6 +34,7 @@ from mlxmoe.memory.plan import KVBytes, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
+from mlxmoe.tuned import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
 class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
-    `plan`: how the memory is divided. `kv`: what a KV cache takes, as `kv_choice` makes it. `sources`: the states of
-    the files beside its weights that it was made from.
+    `plan`: how the memory is divided, by `tuning` where there is one that fits. `kv`: what a KV cache takes, as
+    `kv_choice` makes it. `sources`: the states of the files beside its weights that it was made from.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class LoadedModel:
     kv_choice: KVChoice
     experts: ExpertCache
     sources: Mapping[Path, FileState]
+    tuning: Tuning | None = None
 
 
 def load_folder(
@@ -73,25 +75,30 @@ def load_folder(
     kv_settings: KVSettings = KVSettings(),  # noqa: B008  # frozen
     lookahead: LookaheadMode = "auto",
     warm: bool = False,
+    chunk_tokens: int | None = None,
+    tuning: Tuning | None = None,
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
-    `warm`: with experts in all of them, the most used ones where the model's routing profile is known.
+    `warm`: with experts in all of them, the most used ones where the model's routing profile is known. `tuning`: what
+    is taken where `experts`, `context` and `chunk_tokens` say nothing, as far as it fits.
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
     bound = None if opened.kv_choice.endless else opened.model_context
     context = _asked_context(path, bound, context)
-    plan = divide_memory(
+    plan, tuning = _divide_as_tuned(
         opened,
-        PrefillRoom(opened),
+        tuning,
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
         context=context,
+        chunk_tokens=chunk_tokens,
     )
-    if context is None and plan.context != bound:
+    tuned = tuning is not None and tuning.context is not None
+    if context is None and plan.context != bound and not tuned:
         logger.warning(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, bound, plan.context,
@@ -122,7 +129,25 @@ def load_folder(
         kv_choice=opened.kv_choice,
         experts=cache,
         sources=sources,
+        tuning=tuning,
     )
+
+
+def _divide_as_tuned(opened: OpenedModel, tuning: Tuning | None, **asked: Any) -> tuple[Plan, Tuning | None]:
+    """The plan with what `tuning` says where nothing was `asked`, and the tuning if it was used.
+
+    The machine may have less to give than when it was tuned: then with the experts that fit, and at last without it.
+    """
+    room = PrefillRoom(opened)
+    if tuning is not None:
+        free = [name for name, value in asked.items() if value in (None, "auto")]
+        said: dict[str, Any] = {name: value for name, value in tuning.arguments.items() if name in free}
+        for choice in ([said] if "experts" in said else []) + [{**said, "experts": asked["experts"]}]:
+            try:
+                return divide_memory(opened, room, **{**asked, **choice}), tuning
+            except MemoryBudgetError as error:
+                logger.info("The tuning does not fit now with %s: %s", choice, error)
+    return divide_memory(opened, room, **asked), None
 
 
 def divide_memory(
@@ -133,10 +158,12 @@ def divide_memory(
     memory_bytes: int,
     reserve_bytes: int = 0,
     context: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> Plan:
     """The plan that a model is loaded with. `room`: what its prefill takes.
 
-    `context`: tokens that must fit, None for the model's own or as much of it as fits. Raises MemoryBudgetError.
+    `context`: tokens that must fit, None for the model's own or as much of it as fits. `chunk_tokens`: the most of a
+    prefill chunk. Raises MemoryBudgetError.
     """
     bound = None if opened.kv_choice.endless else opened.model_context
     plan = make_plan(
@@ -150,6 +177,7 @@ def divide_memory(
         experts=experts,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
+        chunk_tokens=chunk_tokens,
     )
     return replace(plan, model_context=opened.model_context)
 

@@ -71,7 +71,7 @@ def test_names_in_the_readme_exist() -> None:
 
 
 def test_every_option_that_the_readme_shows_exists() -> None:
-    for command in ("generate", "chat", "verify", "models", "doctor", "profile", "plan"):
+    for command in ("generate", "chat", "verify", "models", "doctor", "profile", "plan", "tune"):
         text = subprocess.run(
             [sys.executable, "-m", "mlxmoe", command, "--help"],
             capture_output=True,

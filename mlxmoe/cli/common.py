@@ -68,6 +68,14 @@ Sinks = Annotated[int, typer.Option(help="The first tokens, which stay in the wi
 KVBits = Annotated[
     int | None, typer.Option("--kv-bits", help="Lossy: a KV cache quantised to 8 or 4 bits.", show_default=False)
 ]
+Tuned = Annotated[
+    bool,
+    typer.Option("--tuned/--no-tuned", help="Take what `mlxmoe tune` found best, for what is not named here."),
+]
+ChunkTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most tokens of a prompt computed at once; by default 2048.", show_default=False),
+]
 Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
@@ -182,6 +190,8 @@ def describe(engine: Engine) -> str:
         parts.append(f"window {kv.window} tokens with {kv.sinks} sinks (lossy)")
     if kv.kv_bits is not None:
         parts.append(f"KV cache in {kv.kv_bits} bits (lossy)")
+    if engine.tuning is not None:
+        parts.append("as mlxmoe tune found best")
     return ", ".join(parts)
 
 

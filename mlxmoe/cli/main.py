@@ -17,6 +17,7 @@ from mlxmoe.cli.generate import generate
 from mlxmoe.cli.models import models
 from mlxmoe.cli.plan import plan
 from mlxmoe.cli.profile import profile
+from mlxmoe.cli.tune import tune
 from mlxmoe.cli.verify import verify
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ app.command()(models)
 app.command()(doctor)
 app.command()(profile)
 app.command()(plan)
+app.command()(tune)
 
 
 def main() -> None:

@@ -210,25 +210,26 @@ def make_plan(
     reserve_bytes: int = 0,
     pool_bytes: int = POOL_BYTES,
     resident_prefill: Prefill | None = None,
+    chunk_tokens: int | None = None,
 ) -> Plan:
     """Divide `memory_bytes` between the parts. Raises MemoryBudgetError where they do not fit, with the numbers.
 
     `context`: tokens that must fit, None for `model_context` or as much of it as fits. `kv`: what the cache of a
     context takes. `prefill`: what a chunk's activations take at most, however many experts are in memory, and
     `resident_prefill` with all of them: asked first, and the other only where they do not fit. `pool_bytes`: the
-    least that MLX may keep of freed buffers. The prefill chunk is as large as mlx-lm's if all experts fit beside it,
-    or if it takes at most a quarter of the room beside one token's experts; else smaller. A context that nobody asked
-    for takes at most that, too.
+    least that MLX may keep of freed buffers. `chunk_tokens`: the most of a prefill chunk, by default mlx-lm's; it is
+    as large if all experts fit beside it, or if it takes at most a quarter of the room beside one token's experts;
+    else smaller. A context that nobody asked for takes at most that, too.
     """
     total = sum(layer.nbytes for layer in layers)
     floor = sum(layer.floor_bytes for layer in layers)
     least = expert_budget(experts, layers, auto_bytes=floor)
     room = memory_bytes - trunk_bytes
     prefill = functools.cache(prefill)  # asked for the same chunk and context on several ways
-    split = _Split(context or model_context, kv, resident_prefill or prefill, pool_bytes)
+    split = _Split(context or model_context, kv, resident_prefill or prefill, pool_bytes, chunk_tokens)
     whole = total if experts == "auto" else least
     if whole < total or not split.take_chunk(room - total - split.kv_bytes):
-        split = _Split(context or model_context, kv, prefill, pool_bytes)
+        split = _Split(context or model_context, kv, prefill, pool_bytes, chunk_tokens)
         if context is None:
             split.shrink_context((room - least) // 4)
         while not split.take_chunk(min((room - least) // 4, room - least - split.kv_bytes)):
@@ -236,7 +237,7 @@ def make_plan(
                 break  # it may fit even so, with little left for experts
     if trunk_bytes + split.nbytes + least > memory_bytes:
         said = _too_little(experts, memory_bytes, trunk_bytes, least, split)
-        split = _Split(context or model_context, kv, prefill, pool_bytes)
+        split = _Split(context or model_context, kv, prefill, pool_bytes, chunk_tokens)
         window = (
             ", or a smaller window=" if split.context is None and split.bound_context((room - floor) // 4) else ""
         )
@@ -278,9 +279,13 @@ def replan(plan: Plan, layers: Sequence[MoeLayer], experts: int | float | str) -
 class _Split:
     """What KV cache and prefill take, and the levers: the size of prefill chunks, and the context."""
 
-    def __init__(self, context: int | None, kv: KVBytes, prefill: Prefill, pool_bytes: int) -> None:
+    def __init__(
+        self, context: int | None, kv: KVBytes, prefill: Prefill, pool_bytes: int, most_tokens: int | None = None
+    ) -> None:
+        most = most_tokens or CHUNK_TOKENS[0]
         self.context = context
-        self.chunk_tokens = CHUNK_TOKENS[0]
+        self._choices = (most, *(tokens for tokens in CHUNK_TOKENS if tokens < most))
+        self.chunk_tokens = most
         self.prefill_bytes = 0
         self._kv = kv
         self._prefill = prefill
@@ -303,7 +308,7 @@ class _Split:
     def take_chunk(self, room: int) -> bool:
         """Take the largest chunk whose activations and pool fit `room`; the smallest, and False, where none does."""
         choices = (
-            CHUNK_TOKENS if room >= self._least_pool_bytes else CHUNK_TOKENS[-1:]
+            self._choices if room >= self._least_pool_bytes else self._choices[-1:]
         )  # no need to ask for the others
         for self.chunk_tokens in choices:
             self.prefill_bytes = self._prefill(

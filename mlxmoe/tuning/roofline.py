@@ -4,7 +4,7 @@ A decoded token reads every weight that it uses once, and the KV cache: the time
 (the roofline of Williams, Waterman and Patterson, 2009, below its ridge). What is not in memory comes from the disk
 first, and each layer that may have to wait for the disk asks the GPU which experts it wants: a host sync.
 
-    decode_s  = resident_bytes / (bandwidth * efficiency) + layers * layer_s
+    decode_s  = (resident_bytes - kv_bytes) / (bandwidth * efficiency) + kv_bytes / KV rate + layers * layer_s
               + missing_bytes / read rate + misses * miss_s + syncs * sync_s
     prefill_s = flops / (flops_per_s * prefill_efficiency) + read_bytes / read rate + chunks * syncs * sync_s
 
@@ -47,7 +47,7 @@ class Rates:
     """What a machine does in a second; see the module's docstring. `bandwidth_bytes_per_s`: to unified memory.
 
     `read_bytes_per_s`: of long reads from the disk. `flops_per_s`: of the GPU, None where it is not known; then
-    nothing is said about prefill.
+    nothing is said about prefill. `kv_bytes_per_s`: of the KV cache; None where it is read as fast as weights are.
     """
 
     bandwidth_bytes_per_s: float
@@ -58,11 +58,12 @@ class Rates:
     sync_s: float = SYNC_S
     miss_s: float = MISS_S
     prefill_efficiency: float = PREFILL_EFFICIENCY
+    kv_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one decoded token asks for. `resident_bytes`: read from memory, weights and KV cache.
+    """What one decoded token asks for. `resident_bytes`: read from memory, weights and KV cache (`kv_bytes`).
 
     `missing_bytes`: read from the disk first, of `misses` experts. `layers`: of the model. `syncs`: layers that may
     have to wait.
@@ -73,6 +74,7 @@ class Step:
     missing_bytes: float = 0.0
     misses: float = 0.0
     syncs: int = 0
+    kv_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Prompt:
 
 def decode_s(step: Step, rates: Rates) -> float:
     """Seconds for one decoded token."""
-    memory_s = step.resident_bytes / (rates.bandwidth_bytes_per_s * rates.efficiency)
+    weights_per_s = rates.bandwidth_bytes_per_s * rates.efficiency
+    memory_s = (step.resident_bytes - step.kv_bytes) / weights_per_s
+    memory_s += step.kv_bytes / (rates.kv_bytes_per_s or weights_per_s)
     disk_s = step.missing_bytes / rates.read_bytes_per_s + step.misses * rates.miss_s
     return memory_s + step.layers * rates.layer_s + disk_s + step.syncs * rates.sync_s
 

@@ -73,6 +73,7 @@ class Workload:
             missing_bytes=sum(size for _, size in missing),
             misses=sum(count for count, _ in missing),
             syncs=_streaming(self.opened, plan),
+            kv_bytes=self.opened.kv.of(tokens),
         )
 
     def prompt(self, plan: Plan, tokens: int) -> Prompt:

@@ -1,0 +1,202 @@
+"""Measuring a loaded engine: decode with a context full, and prefill by the size of its chunks. Finds nothing best.
+
+What is decoded is a text of the model's own: what it says after a few built-in words, sampled at temperature 1, and
+where that ends, tokens of no text at all. Each configuration reads on in it, so that none finds its experts in memory
+because the one before read the same. The context before it is filled with the keys and values of those words, over
+and over: attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration
+would take longer than everything else. Caches that cannot be filled so are prefilled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlxmoe.engine import Engine
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError
+from mlxmoe.kv.layers import leaves_of
+from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.plan import KV_STEP
+from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.tuning.search import Decoded, Point
+
+WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
+SEED_TOKENS, TEXT_TOKENS = 16, 1024
+WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
+LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
+
+
+class EngineBench:
+    """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread.
+
+    `bytes_from_disk`: what this process has had read from disks so far; None where the system does not tell.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        events: Sequence[MemoryEvent],
+        bytes_from_disk: Callable[[], int | None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._events = events
+        self._bytes_from_disk = bytes_from_disk
+        self._clock = clock
+        ids = list(engine.tokenizer.encode(WORDS))
+        self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
+        self._seed: list[Any] | None = None  # the caches' states after the words
+        self._text = _Text(self._words, max(engine.tokenizer.vocab_size, 2))
+
+    def seed(self, seconds: float = 0.0) -> float:
+        """Prefill the words that contexts are filled with, and have the model go on for some `seconds`.
+
+        Returns the seconds that a token of the words took.
+        """
+        decoder, start = self._engine.decoder, self._clock()
+        cache = decoder.new_cache()
+        decoder.prefill(self._words, cache)
+        self._seed = [leaf.state for leaf in leaves_of(cache)]
+        took = self._clock() - start
+        said, until = list[int](), self._clock() + seconds
+        for sampled in decoder.generate(self._words, cache, Sampler(SamplingSettings(temperature=1.0, seed=1))):
+            said.append(sampled.token)
+            if self._clock() >= until or len(said) >= TEXT_TOKENS:
+                break
+        self._text = _Text(said, max(self._engine.tokenizer.vocab_size, 2))
+        return took / len(self._words)
+
+    def prefill(self, chunk_tokens: int) -> float:
+        """Seconds that a prompt of one chunk takes, the memory as it is. Raises MemoryPressureError."""
+        tokens = self._text.take(chunk_tokens)
+        decoder, before = self._engine.decoder, len(self._events)
+        start = self._clock()
+        decoder.prefill(tokens, decoder.new_cache())
+        seconds = self._clock() - start
+        if found := pressed(self._events[before:]):
+            raise MemoryPressureError(found)
+        return seconds
+
+    def decode(self, point: Point, seconds: float) -> Decoded:
+        """Decode with the context of `point` full, for about `seconds`, and its expert budget.
+
+        What brings memory pressure is stopped: what was seen of it says so.
+        """
+        before = len(self._events)
+        start = self._clock()
+        mx.clear_cache()  # the last context's cache: it is not to be in the way of larger banks
+        try:
+            if point.plan.expert_bytes:
+                self._engine.resize(point.plan.bank_bytes)
+            after = tokens_after(point.context)
+            return self._steps(self._filled(point.context - after), after, start, seconds, before)
+        except (MemoryBudgetError, MemoryPressureError) as error:
+            mx.clear_cache()
+            return Decoded(pressure=str(error))
+
+    def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
+        """`most`: tokens, with those that warm up."""
+        decoder = self._engine.decoder
+        stepping = decoder.generate(self._text.take(1), cache, _Reading(self._text))
+        warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
+        for _ in range(max(1, most // 2)):
+            next(stepping)
+            if self._clock() >= warm_until:
+                break
+        stats, disk, steps, found = self._engine.stats(), self._bytes_from_disk(), list[float](), None
+        while len(steps) < max(LEAST_TOKENS, most // 2) and found is None:
+            begun = self._clock()
+            next(stepping)
+            steps.append(self._clock() - begun)
+            found = pressed(self._events[before:])
+            if self._clock() - start >= seconds and len(steps) >= LEAST_TOKENS:
+                break
+        after, disk_after = self._engine.stats(), self._bytes_from_disk()
+        read = after.bytes_read + after.early_bytes - stats.bytes_read - stats.early_bytes
+        return Decoded(
+            steps_s=tuple(steps),
+            hits=after.hits - stats.hits,
+            misses=after.misses - stats.misses,
+            read_bytes=read,
+            disk_bytes=None if disk is None or disk_after is None else min(read, disk_after - disk),
+            pressure=found,
+        )
+
+    def _filled(self, tokens: int) -> list[Any]:
+        """The model's caches after `tokens`."""
+        decoder = self._engine.decoder
+        if self._seed is None:
+            self.seed()
+        assert self._seed is not None, "seed() has just been called"
+        cache = decoder.new_cache()
+        leaves = leaves_of(cache)
+        if all(type(leaf) in (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache) for leaf in leaves):
+            for leaf, state in zip(leaves, self._seed, strict=True):
+                leaf.state = _stretched(leaf, state, len(self._words), tokens)
+            mx.eval([leaf.state for leaf in leaves])
+        else:
+            decoder.prefill(self._text.take(tokens), cache)
+        return cache
+
+
+def tokens_after(context: int) -> int:
+    """What is decoded at the end of a full context, at most."""
+    return max(1, min(MOST_TOKENS, context // 4))
+
+
+def pressed(events: Sequence[MemoryEvent]) -> str | None:
+    """What the guard noticed or did because memory was short; None where nothing."""
+    told = [event for event in events if event.action in ("shrink", "restrict", "finish")]
+    told += [event for event in events if event.action == "pressure" and event.pressure != "normal"]
+    return told[0].text if told else None
+
+
+class _Text:
+    """Tokens without end: those that were `said`, then the same moved on in the vocabulary, further each time."""
+
+    def __init__(self, said: Sequence[int], vocab_size: int) -> None:
+        self._said = tuple(said)
+        self._vocab_size = vocab_size
+        self._taken = 0
+
+    def take(self, count: int) -> list[int]:
+        places = range(self._taken, self._taken + count)
+        self._taken += count
+        return [self._token(place) for place in places]
+
+    def _token(self, place: int) -> int:
+        again, at = divmod(place, len(self._said))
+        return (self._said[at] + again * (7919 + 104729 * at)) % self._vocab_size  # primes: no two rounds are alike
+
+
+class _Reading(Sampler):
+    """Draws what a text says next, whatever the model would: each token takes the work of any other."""
+
+    def __init__(self, text: _Text) -> None:
+        super().__init__(SamplingSettings(seed=0))
+        self._text = text
+
+    def __call__(self, logits: mx.array, history: Sequence[int]) -> tuple[mx.array, mx.array]:
+        drawn, logprob = super().__call__(logits, history)
+        return mx.array(self._text.take(1)[0], dtype=drawn.dtype), logprob
+
+
+def _stretched(cache: Any, state: Any, seen: int, tokens: int) -> Any:
+    """The state of an empty `cache` after `tokens`, made of one after `seen` by repeating its rows."""
+    if type(cache) is ArraysCache:
+        return tree_map(lambda value: value, state)  # of a fixed size, whatever it has seen
+    keys, values, _, *rest = state
+    rows = -(-(tokens + MOST_TOKENS) // KV_STEP) * KV_STEP  # as the cache would have made room
+    if type(cache) is RotatingKVCache:
+        rows = min(tokens, cache.max_size)
+        rest = [cache.keep, cache.max_size, rows]
+
+    def repeat(array: mx.array) -> mx.array:
+        return mx.take(array, mx.arange(rows) % seen, axis=-2)
+
+    return (tree_map(repeat, keys), tree_map(repeat, values), tokens, *rest)

@@ -1,0 +1,295 @@
+"""tune(): a model loaded on this machine, measured at several contexts and expert budgets, and what is best kept."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mlxmoe.doctor.machine import Machine
+from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
+from mlxmoe.engine import Engine, load
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError
+from mlxmoe.hub import Progress, resolve
+from mlxmoe.kv.settings import KVSettings
+from mlxmoe.loading import PrefillRoom, divide_memory
+from mlxmoe.memory.guard import MemoryEvent
+from mlxmoe.memory.plan import CHUNK_TOKENS, Plan, replan
+from mlxmoe.memory.reading import MemoryReader, usable_bytes
+from mlxmoe.memory.sizes import format_bytes, parse_bytes, parse_tokens
+from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.tuned import Tuning, TuningFolder, identity_of, this_machine
+from mlxmoe.tuning.bench import MOST_TOKENS, EngineBench
+from mlxmoe.tuning.planning import CONTEXTS
+from mlxmoe.tuning.rows import predicted_rows
+from mlxmoe.tuning.search import Point, Search
+from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, choose, explain, is_most
+from mlxmoe.tuning.workload import Workload
+
+LEAST_BUDGET_S = 5.0
+PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
+TEXT_SHARE = 0.08  # of the whole time, for the text that is read
+READ_SHARE = 0.05  # of the whole time, for the read rate
+CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
+
+# (seconds gone, seconds in all, what is measured now)
+TuneProgress = Callable[[float, float, str], None]
+
+
+def tune(
+    model: str | Path | None = None,
+    *,
+    goal: Goal | None = None,
+    min_tps: float | None = None,
+    budget: float | str = "5m",
+    contexts: Sequence[int | str] | None = None,
+    memory: int | str | None = None,
+    window: int | None = None,
+    sinks: int = 4,
+    kv_bits: int | None = None,
+    save: bool = True,
+    progress: TuneProgress | None = None,
+    load_progress: Progress | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> TuneReport:
+    """Measure which context and which expert budget suit a model on this machine, and keep that for later loads.
+
+    - `model`, `memory`, `window`, `sinks`, `kv_bits`, `revision`, `trust_remote_code`: as for `load`.
+    - `goal`: "speed" (the fastest), "context" (the longest that is not too slow) or "balanced" (the longest that
+      keeps three quarters of the fastest's speed). `min_tps`: the longest context that keeps so many tokens/s;
+      together with a goal, what that may choose from.
+    - `budget`: for measuring, seconds or "5m"; loading is not in it. What is under way when it ends is finished.
+    - `contexts`: tokens, or "32k"; by default some up to the model's own.
+    - `save`: in a file of the user's cache folder, which `load` of this model on this machine looks for.
+    - `progress(done_s, total_s, what)`: called before each measurement. `load_progress`: as `progress` of `load`.
+
+    Ctrl-C ends the measuring and keeps what was measured; where that is nothing, KeyboardInterrupt is raised. A
+    configuration that brings memory pressure is stopped. Raises RequestError for what makes no sense, and what `load`
+    raises.
+    """
+    chosen_goal, budget_s = _checked(goal, min_tps, budget)
+    settings = KVSettings(window, sinks, kv_bits)
+    lengths = None if contexts is None else sorted({parse_tokens(context) for context in contexts})
+    if lengths == []:
+        raise RequestError("No context was named. Leave contexts out, or name at least one.")
+    reading = MemoryReader().read()
+    memory_bytes = usable_bytes(reading) if memory is None else parse_bytes(memory, "memory")
+    folder = resolve(model, revision, load_progress)
+    opened = open_folder(folder, kv_settings=settings, trust_remote_code=trust_remote_code)
+    points, notes = _points(opened, lengths, memory_bytes)
+    rate = _read_rate(opened, budget_s)
+    events: list[MemoryEvent] = []
+    engine = load(
+        folder, memory=memory_bytes, context=max(points, key=lambda p: p.plan.bank_bytes).context, window=window,
+        sinks=sinks, kv_bits=kv_bits, tuned=False, on_memory=events.append, progress=load_progress,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    with engine:
+        run = Run(engine, opened, points, events, budget_s, progress)
+        run.measure()
+    work = Workload.of(opened)
+    rows, rates = predicted_rows(work, run.search.rows, run.prefill)
+    best = choose(rows, chosen_goal, min_tps)
+    report = TuneReport(
+        model=None if model is None else str(model),
+        model_type=opened.config["model_type"],
+        machine=this_machine(reading),
+        kv=settings,
+        budget_bytes=memory_bytes,
+        goal=chosen_goal,
+        min_tokens_per_s=min_tps,
+        rows=rows,
+        prefill=tuple(run.prefill),
+        rates=rates,
+        read_bytes_per_s=None if rate is None else rate.bytes_per_s,
+        read_cold=rate is not None and rate.cold,
+        recommended=best,
+        experts=None if best is None or is_most(best, rows) else best.plan.bank_bytes,
+        context=None if best is None else best.context,
+        chunk_tokens=_better_chunk(run.prefill, best.plan) if best else None,
+        reasons=tuple(explain(rows, best, min_tps)),
+        notes=(*notes, *_notes(run, opened, len(rows), budget_s)),
+        ended=run.ended,
+        seconds=run.seconds,
+        saved=None,
+    )
+    return _saved(report, folder) if save and best is not None else report
+
+
+class Run:
+    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        opened: OpenedModel,
+        points: Sequence[Point],
+        events: Sequence[MemoryEvent],
+        budget_s: float,
+        progress: TuneProgress | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.prefill: list[PrefillRow] = []
+        self.ended: Literal["complete", "time", "interrupted"] = "complete"
+        self._clock = clock
+        self._start = clock()
+        self._budget_s = budget_s
+        self._progress = progress
+        self._bench = EngineBench(engine, events, Machine().bytes_from_disk, clock)
+        self._most = engine.plan.chunk_tokens
+        self._context = engine.plan.context or self._most + 1
+        layers = opened.layers
+        self.search = Search(
+            points,
+            lambda plan, nbytes: replan(plan, layers, nbytes),
+            sum(layer.floor_bytes for layer in layers),
+            self._bench,
+            clock=clock,
+            deadline=self._start + budget_s,
+            tell=self._tell_point,
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+    def measure(self) -> None:
+        """All that there is time for. Raises KeyboardInterrupt where that came before anything was measured."""
+        try:
+            with suppress(MemoryPressureError):  # then decode is still to be tried, with fewer slots
+                self._measure_prefill()
+            self.ended = "complete" if self.search.run() else "time"
+        except KeyboardInterrupt:
+            if not any(row.usable for row in self.search.rows):
+                raise
+            self.ended = "interrupted"
+
+    def _measure_prefill(self) -> None:
+        """Chunks of the sizes that a plan chooses from, the small ones first: they tell what a larger one takes."""
+        self._tell("the first words")
+        each_s = self._bench.seed(TEXT_SHARE * self._budget_s)
+        sizes = {min(tokens, self._most, self._context - 1) for tokens in CHUNK_TOKENS}
+        for tokens in sorted(size for size in sizes if size > 0):
+            if each_s * tokens > PREFILL_SHARE * (self._budget_s - self.seconds):
+                return
+            self._tell(f"a prompt of {tokens} tokens")
+            seconds = self._bench.prefill(tokens)
+            each_s = min(each_s, seconds / tokens)
+            self.prefill.append(PrefillRow(tokens, tokens / seconds))
+
+    def _tell_point(self, point: Point) -> None:
+        experts = f", {format_bytes(point.plan.bank_bytes)} of experts" if point.plan.expert_bytes else ""
+        self._tell(f"context {point.context}{experts}")
+
+    def _tell(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(min(self.seconds, self._budget_s), self._budget_s, what)
+
+
+def parse_duration(duration: float | str) -> float:
+    """`300`, `"90s"`, `"5m"` or `"1h"` in seconds. Raises RequestError."""
+    if isinstance(duration, int | float) and not isinstance(duration, bool):
+        return float(duration)
+    units = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", str(duration))
+    if match is None or isinstance(duration, bool) or match[2].lower() not in units:
+        raise RequestError(f"budget={duration!r} is no time. Write seconds, '90s', '5m' or '1h'.")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def forget(model: str | Path | None = None, revision: str | None = None) -> int:
+    """Remove what `tune` kept of a model that is on this machine; how many files there were."""
+    return TuningFolder().forget(resolve(model, revision, download=False))
+
+
+def _checked(goal: Goal | None, min_tps: float | None, budget: float | str) -> tuple[Goal, float]:
+    if goal is not None and goal not in GOALS:
+        raise RequestError(f"goal={goal!r} is not offered: {', '.join(GOALS)}.")
+    if min_tps is not None and not (isinstance(min_tps, int | float) and 0 < min_tps < float("inf")):
+        raise RequestError(f"min_tps={min_tps!r} is no speed: tokens a second, more than 0.")
+    budget_s = parse_duration(budget)
+    if not LEAST_BUDGET_S <= budget_s < float("inf"):
+        raise RequestError(
+            f"budget={budget!r} is too short to measure anything by, or no time: at least {LEAST_BUDGET_S:.0f}s."
+        )
+    return goal or ("balanced" if min_tps is None else "context"), budget_s
+
+
+def _points(opened: OpenedModel, lengths: list[int] | None, memory_bytes: int) -> tuple[list[Point], list[str]]:
+    """For each context that fits, with the most slots; and why others do not. Raises MemoryBudgetError for none."""
+    room, points, notes = PrefillRoom(opened), [], []
+    bound = None if opened.kv_choice.endless else opened.model_context
+    refused = None
+    for context in _default_contexts(bound) if lengths is None else lengths:
+        try:
+            plan = divide_memory(opened, room, experts="auto", memory_bytes=memory_bytes, context=context)
+        except MemoryBudgetError as error:
+            refused = error
+            notes.append(f"context {context} does not fit: {error}")
+        else:
+            points.append(Point(context, plan))
+    if not points:
+        raise refused or MemoryBudgetError("No context fits.")
+    return points, notes
+
+
+def _default_contexts(bound: int | None) -> list[int]:
+    """Those of a plan within what the model was made for; of a small one, parts of that."""
+    if bound is None or bound > CONTEXTS[0]:
+        return [context for context in CONTEXTS if bound is None or context < bound] + ([bound] if bound else [])
+    return sorted({max(2, bound // part) for part in (4, 2, 1)})
+
+
+def _read_rate(opened: OpenedModel, budget_s: float) -> ReadRate | None:
+    if not opened.layers:
+        return None
+    try:
+        return measure_read_rate(opened.checkpoint, Machine().bytes_from_disk, min(2.0, READ_SHARE * budget_s))
+    except OSError:  # the load that follows says what is wrong with the files
+        return None
+
+
+def _better_chunk(prefill: Sequence[PrefillRow], plan: Plan) -> int | None:
+    """The chunk that is faster than the plan's own, by more than chance; None where there is none."""
+    own = next((row for row in prefill if row.chunk_tokens == plan.chunk_tokens), None)
+    best = max(prefill, key=lambda row: row.tokens_per_s, default=None)
+    if own is None or best is None or best.tokens_per_s < (1 + CHUNK_GAIN) * own.tokens_per_s:
+        return None
+    return best.chunk_tokens
+
+
+def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterator[str]:
+    if run.ended != "complete":
+        why = "Ctrl-C" if run.ended == "interrupted" else f"The budget of {budget_s:.0f} s"
+        yield f"{why} ended the measuring after {rows} configurations, which are kept: others may be better"
+    yield (
+        f"measured: decoding at the end of a full context (its last {MOST_TOKENS} tokens, or its last quarter), "
+        f"filled with the same few words over and over; what is decoded is a text that the model wrote before"
+    )
+    if not opened.layers:
+        yield "the model is dense: it has no experts to give slots to"
+    yield (
+        "predicted: from the experts that were counted as read, by constants that are fitted to these very rows: how "
+        "near they come says whether the model of speed holds here, not how well it foresees"
+    )
+    if run.prefill:
+        yield "the first token is predicted from the fastest measured prompt of one chunk"
+    else:
+        yield "no prompt of a whole chunk was measured: it would have taken too much of the time"
+
+
+def _saved(report: TuneReport, folder: Path) -> TuneReport:
+    """Keep what is recommended. Raises SavedStateError."""
+    identity, best = identity_of(folder, None), report.recommended
+    assert best is not None, "only what is recommended is kept"
+    said: dict[str, Any] = {name: getattr(report, name) for name in ("experts", "context", "chunk_tokens")}
+    tuning = Tuning(
+        model=identity.name, digest=identity.digest, mlx_lm=identity.mlx_lm, machine=report.machine, kv=report.kv,
+        goal=report.goal, tokens_per_s=best.full_tokens_per_s, **said,
+    )  # fmt: skip
+    return replace(report, saved=str(TuningFolder().keep(tuning, folder)))
