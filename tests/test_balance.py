@@ -267,7 +267,7 @@ def test_a_resize_beyond_the_memory_budget_is_refused(tiny: Path) -> None:
 
 
 def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
-    with load(tiny, experts="50%") as engine:
+    with load(tiny, experts="50%", lookahead=False) as engine:  # the step's own thread reads
         reader, heard = engine._experts._reader, []
         preadv = reader._queue._preadv
 
@@ -285,7 +285,7 @@ def test_a_resize_within_a_step_is_refused(tiny: Path) -> None:
 
 def test_closing_or_asking_within_a_step_is_refused_and_hangs_nothing(tiny: Path) -> None:
     """What a signal handler may do in the middle of a step, while another thread waits to resize."""
-    with load(tiny, experts="50%") as engine:
+    with load(tiny, experts="50%", lookahead=False) as engine:  # the step's own thread reads
         reader, heard, memories = engine._experts._reader, [], []
         preadv = reader._queue._preadv
         others: list[threading.Thread] = []
