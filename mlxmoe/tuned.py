@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxmoe.errors import SavedStateError
+from mlxmoe.errors import RequestError, SavedStateError
 from mlxmoe.experts.profile import user_cache
 from mlxmoe.experts.safetensors import read_checkpoint
 from mlxmoe.identity import ModelIdentity, identify, source_states
@@ -168,7 +168,11 @@ def find_tuning(
     kv: KVSettings,
 ) -> Tuning | None:
     """The tuning that a load of `model` is to use on the machine that `reading` is of; the log names it."""
-    found = TuningFolder().find(model, adapter, this_machine(reading), kv)
+    try:
+        found = TuningFolder().find(model, adapter, this_machine(reading), kv)
+    except RequestError as error:  # of a user without a home folder
+        logger.info("No tuning: %s", error)
+        return None
     if found is None:
         return None
     tuning, file = found

@@ -109,7 +109,7 @@ def test_prompts_are_bit_identical_while_the_engine_is_resized_between_their_chu
 
 
 @pytest.mark.parametrize(("start", "size"), [("50%", "75%"), ("50%", "25%"), ("all", "50%"), ("50%", "all")])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.thorough)])
 def test_a_resize_that_is_cut_short_leaves_an_exact_engine(
     tiny: Path,
     expected: list[list[tuple[int, float]]],

@@ -29,7 +29,7 @@ def flip_a_byte(loaded: LoadedModel) -> None:
 
 
 def load_damaged(*args: Any, **options: Any) -> LoadedModel:
-    loaded = load_folder(*args, **options)
+    loaded = load_folder(*args, **options, lookahead=False)  # whose guesses may take the damaged slot
     flip_a_byte(loaded)
     return loaded
 
