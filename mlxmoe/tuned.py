@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxmoe.errors import RequestError, SavedStateError
-from mlxmoe.experts.profile import user_cache
 from mlxmoe.experts.safetensors import read_checkpoint
 from mlxmoe.identity import ModelIdentity, identify, source_states
+from mlxmoe.keeping import NO_USE, keep, kept, user_cache
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.reading import Reading
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.memory.sources import Sources
-from mlxmoe.writing import replacing
 
 FORMAT = 1
 
@@ -96,16 +95,7 @@ class TuningFolder:
     def keep(self, tuning: Tuning, model: Path) -> Path:
         """Write `tuning` of the model in folder `model` in the place of an older one. Raises SavedStateError."""
         file = self.path / f"{_config_key(model)}-{tuning.digest[:32]}-{_machine_key(tuning.machine)}.json"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with replacing(file, durable=False) as out:
-                out.write(json.dumps({"format": FORMAT, **asdict(tuning)}).encode())
-        except OSError as error:
-            raise SavedStateError(
-                f"The tuning cannot be kept as {file}: {error.strerror or error}. Make room there, or go without: "
-                f"mlxmoe tune --no-save."
-            ) from error
-        return file
+        return keep(file, asdict(tuning), FORMAT, what="tuning", without="mlxmoe tune --no-save")
 
     def find(
         self, model: Path, adapter: Path | None, machine: TunedMachine, kv: KVSettings
@@ -129,7 +119,7 @@ class TuningFolder:
             return None
         try:
             return _read(wanted, identity, machine, kv), wanted
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except NO_USE as error:
             logger.warning("The tuning %s is ignored: %s. Make it anew: mlxmoe tune.", wanted, error)
             return None
 
@@ -191,9 +181,7 @@ def _machine_key(machine: TunedMachine) -> str:
 
 def _read(file: Path, identity: ModelIdentity, machine: TunedMachine, kv: KVSettings) -> Tuning:
     """Raises ValueError with the reason where it is not to be used."""
-    stored: dict[str, Any] = json.loads(file.read_bytes())
-    if (version := stored.pop("format")) != FORMAT:
-        raise ValueError(f"it is in version {version} of the format, and {FORMAT} is read here")
+    stored = kept(file, FORMAT)
     of_machine, of_kv = TunedMachine(**stored.pop("machine")), KVSettings(**stored.pop("kv"))
     tuning = Tuning(machine=of_machine, kv=of_kv, **stored)
     for reason in _misfits(tuning, identity, machine, kv):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache as once
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import mlx.core as mx
@@ -125,15 +129,40 @@ class Watched:
         return getattr(self._model, name)
 
 
-class InterruptAt:
-    """A trace function that raises KeyboardInterrupt at the nth line run in one of `files`."""
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A control group with the limit, or a skip that says why there is none."""
+    folder = Path("/sys/fs/cgroup/memory") / f"mlxmoe-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 with a memory limit can be made here: {error}")
+    try:
+        yield folder
+    finally:
+        for _ in range(100):
+            try:
+                folder.rmdir()
+                break
+            except OSError:  # its last process is not quite gone
+                time.sleep(0.1)
 
-    def __init__(self, nth: int, *files: str) -> None:
+
+class InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the nth line run in code of which `within` is true."""
+
+    def __init__(self, nth: int, within: Callable[[CodeType], bool]) -> None:
         self.left = nth
-        self.files = files
+        self.within = within
+
+    @classmethod
+    def in_files(cls, nth: int, *files: str) -> InterruptAt:
+        """Of the lines of files whose paths end so."""
+        return cls(nth, lambda code: code.co_filename.endswith(files))
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self.files):
+        if not self.within(frame.f_code):
             return None
         if event == "line":
             self.left -= 1

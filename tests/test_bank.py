@@ -135,7 +135,7 @@ def interrupted_banks(layer: Layer, act: Callable[[ExpertBank], object]) -> Iter
     for nth in itertools.count(1):
         bank = layer.bank(4)
         use(bank, [0, 1, 2, 3])
-        sys.settrace(InterruptAt(nth, "experts/bank.py", "experts/policy.py"))
+        sys.settrace(InterruptAt.in_files(nth, "experts/bank.py", "experts/policy.py"))
         try:
             act(bank)
         except KeyboardInterrupt:

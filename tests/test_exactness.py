@@ -6,13 +6,14 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from conftest import watch_passes
+from conftest import InterruptAt, watch_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import stream_generate
@@ -317,25 +318,11 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_exact(
         assert tokens_of(engine, PROMPTS[attempt]) == expected[PROMPTS[attempt]]
 
 
-class Interrupts:
-    """Raises KeyboardInterrupt at the nth line that is run inside the expert cache.
-
-    Not where a lock is held: a tracer can raise on a `with` line that is being left, before the lock is, and no
+def in_the_expert_cache(code: CodeType) -> bool:
+    """Not where a lock is held: a tracer can raise on a `with` line that is being left, before the lock is, and no
     signal can.
     """
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Callable[..., Any] | None:
-        code = frame.f_code
-        if "/mlxmoe/experts/" not in code.co_filename or code.co_qualname.startswith(("Passes.one", "_Queue.")):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
+    return "/mlxmoe/experts/" in code.co_filename and not code.co_qualname.startswith(("Passes.one", "_Queue."))
 
 
 @settings(max_examples=60)
@@ -346,7 +333,7 @@ def test_an_interrupt_at_any_line_of_the_expert_cache_leaves_the_engine_exact(
     import sys
 
     engine = engines["25%"]
-    tracer = Interrupts(nth)
+    tracer = InterruptAt(nth, in_the_expert_cache)
     before = sys.gettrace()
     sys.settrace(tracer)
     try:

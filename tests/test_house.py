@@ -23,7 +23,7 @@ FLOORS = [
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
-    ["memory"],
+    ["memory", "keeping"],
     ["errors", "beginning", "writing"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}

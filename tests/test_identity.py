@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from tiny import make_adapter
 
 from mlxmoe import CheckpointError, load
 from mlxmoe.experts.safetensors import FileState, read_checkpoint
@@ -28,15 +29,7 @@ def own(tiny: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    rank = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    prefix = "model.layers.2.self_attn.q_proj"
-    tensors = {f"{prefix}.lora_a": mx.ones((64, 2)), f"{prefix}.lora_b": mx.ones((2, 64))}
-    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
-    return folder
+    return make_adapter(tmp_path / "adapter")
 
 
 def states(folder: Path, adapter: Path | None = None) -> dict[Path, FileState]:

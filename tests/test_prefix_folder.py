@@ -337,7 +337,7 @@ def test_an_interrupt_at_any_line_leaves_a_store_that_holds_what_it_says(
         feed(prefixes, list(range(14)))
         if on_disk and prompt == range(14):
             store.shrink()  # it will be read
-        sys.settrace(InterruptAt(nth, *INTERRUPTED))
+        sys.settrace(InterruptAt.in_files(nth, *INTERRUPTED))
         try:
             feed(prefixes, list(prompt))
         except KeyboardInterrupt:

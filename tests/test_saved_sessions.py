@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.utils import load_model
-from tiny import make_tiny
+from tiny import make_adapter, make_tiny
 
 from mlxmoe import (
     CheckpointError,
@@ -404,22 +404,11 @@ def test_a_file_of_another_model_is_refused(saved: Path, tiny: Path, tmp_path: P
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
     else:
-        adapter = make_adapter(tmp_path / "adapter", tiny)
+        adapter = make_adapter(tmp_path / "adapter")
     with load(other, adapter=adapter) as engine:
         with pytest.raises(SavedStateError, match=r"was saved with tiny \(\w{12}\), but .* is other.* \(\w{12}\)"):
             engine.restore(saved)
         assert list(engine.stream("In the", max_tokens=2))
-
-
-def make_adapter(folder: Path, model: Path) -> Path:
-    folder.mkdir()
-    rank = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    prefix = "model.layers.2.self_attn.q_proj"
-    tensors = {f"{prefix}.lora_a": mx.ones((64, 2)), f"{prefix}.lora_b": mx.ones((2, 64))}
-    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
-    return folder
 
 
 def test_a_copy_of_the_model_elsewhere_is_the_same_model(saved: Path, tiny: Path, tmp_path: Path) -> None:

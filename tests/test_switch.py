@@ -13,14 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from conftest import InterruptAt
 from mlx_lm.models.switch_layers import SwitchGLU
 from tiny import make_tiny
 
 from mlxmoe import load
 from mlxmoe.experts.layer import _Streaming
-from mlxmoe.experts.lookahead import _Hearing, routing_blocks
+from mlxmoe.experts.lookahead import routing_blocks
 from mlxmoe.experts.recording import _Noting
-from mlxmoe.experts.switch import mixed, settle, switch_modules
+from mlxmoe.experts.switch import Hearing, mixed, settle, switch_modules
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
 
@@ -30,10 +31,10 @@ TOKENS = [5, 6, 7, 8, 9, 10, 11]
     [
         ([], []),
         ([_Streaming], [_Streaming]),
-        ([_Hearing], []),
-        ([_Streaming, _Hearing], [_Streaming]),
+        ([Hearing], []),
+        ([_Streaming, Hearing], [_Streaming]),
         ([_Noting, _Streaming], [_Streaming]),
-        ([_Noting, _Streaming, _Hearing], [_Streaming]),
+        ([_Noting, _Streaming, Hearing], [_Streaming]),
     ],
 )
 def test_a_module_is_again_what_it_was_before_the_pass(left: list[type], settled: list[type]) -> None:
@@ -48,20 +49,9 @@ def test_a_module_is_again_what_it_was_before_the_pass(left: list[type], settled
     assert found == settled
 
 
-class InterruptWhen:
-    """A trace function that raises KeyboardInterrupt at the nth line of one function."""
-
-    def __init__(self, function: str, nth: int) -> None:
-        self.function, self.left = function, nth
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if frame.f_code.co_name != self.function or "/mlxmoe/experts/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
+def interrupt_in(function: str, nth: int) -> InterruptAt:
+    """At the nth line of one function of the expert cache."""
+    return InterruptAt(nth, lambda code: code.co_name == function and "/mlxmoe/experts/" in code.co_filename)
 
 
 @pytest.mark.parametrize("function", ["guess", "noting"])
@@ -73,7 +63,7 @@ def test_an_interrupt_at_any_line_that_exchanges_classes_changes_no_logit(tmp_pa
     with load(folder, experts="50%", lookahead=True) as engine:
         for nth in range(1, 40):
             engine.resize(("all", "50%")[nth % 2] if function == "noting" else "50%")
-            sys.settrace(InterruptWhen(function, nth))
+            sys.settrace(interrupt_in(function, nth))
             try:
                 with engine.record():
                     engine.generate(TOKENS, max_tokens=2)

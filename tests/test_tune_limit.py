@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import memory_group
 
 LIMIT_BYTES = 700_000_000  # of the 1 GB model, half of the experts beside the context
 
@@ -26,22 +25,8 @@ print(json.dumps(report.as_dict()))
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group with the limit, or a skip that says why there is none."""
-    folder = Path("/sys/fs/cgroup/memory") / f"mlxmoe-tune-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
-    except OSError as error:
-        pytest.skip(f"no control group of version 1 with a memory limit can be made here: {error}")
-    try:
+    with memory_group(LIMIT_BYTES) as folder:
         yield folder
-    finally:
-        for _ in range(100):
-            try:
-                folder.rmdir()
-                break
-            except OSError:  # its last process is not quite gone
-                time.sleep(0.1)
 
 
 # Minutes, and only on a machine that does nothing else: other programs' work is measured too.

@@ -15,9 +15,9 @@ from tiny import QWEN3_MOE, copy_folder, make_tiny
 
 from mlxmoe import CheckpointReadError, Engine, RequestError, Trace, load
 from mlxmoe.errors import SavedStateError
-from mlxmoe.experts import profile as profiles
-from mlxmoe.experts.profile import ProfileFolder, RoutingProfile, user_cache
+from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
+from mlxmoe.keeping import user_cache
 from mlxmoe.loading import load_folder
 from mlxmoe.memory.plan import MoeLayer
 
@@ -233,7 +233,7 @@ def test_what_is_no_profile_of_the_model_is_refused(tiny: Path, own_cache: Path)
 
 def test_the_cache_folder_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    monkeypatch.setattr(profiles.sys, "platform", "darwin")
+    monkeypatch.setattr("mlxmoe.keeping.sys.platform", "darwin")
     assert user_cache() == Path.home() / "Library/Caches"
-    monkeypatch.setattr(profiles.sys, "platform", "linux")
+    monkeypatch.setattr("mlxmoe.keeping.sys.platform", "linux")
     assert user_cache() == Path.home() / ".cache"

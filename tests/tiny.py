@@ -102,3 +102,15 @@ def save(folder: Path, weights: dict[str, mx.array], config: dict[str, Any]) -> 
 def copy_folder(source: Path, target: Path) -> Path:
     """A copy to break."""
     return Path(shutil.copytree(source, target))
+
+
+def make_adapter(folder: Path) -> Path:
+    """A LoRA adapter of one projection of a tiny qwen3_moe model, in a new folder."""
+    folder.mkdir()
+    rank = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "model.layers.2.self_attn.q_proj"
+    tensors = {f"{prefix}.lora_a": mx.ones((64, 2)), f"{prefix}.lora_b": mx.ones((2, 64))}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    return folder

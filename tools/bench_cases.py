@@ -23,10 +23,11 @@ from bench_child import Child
 from bench_reads import CountedReads, fill_page_cache, plain_read_rate
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP, TokenSequence, recorded_routing, sequence_for
-from bench_subject import Subject, equal, in_pairs, open_engine, sizes_of, switch_modules
+from bench_subject import Subject, equal, in_pairs, open_engine, sizes_of
 from mlx_lm.generate import stream_generate
 
 from mlxmoe import Engine
+from mlxmoe.experts.switch import switch_modules
 
 # Its annotations are partial: what it yields is Any here.
 stock_stream: Any = stream_generate

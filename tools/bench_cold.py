@@ -16,7 +16,9 @@ from bench_child import Child, memory_group
 from bench_reads import CountedReads, can_drop_page_cache, drop_page_cache, plain_read_rate
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP
-from bench_subject import num_experts, open_engine, switch_modules
+from bench_subject import num_experts, open_engine
+
+from mlxmoe.experts.switch import switch_modules
 
 ROOM_BYTES = 40_000_000  # beyond trunk and bank
 MEMORY = "1000GB"  # for the plan: what bounds the process is the group

@@ -17,7 +17,9 @@ from bench_cases import SHARES, Bench, SkippedError
 from bench_reads import fill_page_cache
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP, make_model
-from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, switch_modules, width
+from bench_subject import Subject, equal, in_pairs, num_experts, open_engine, width
+
+from mlxmoe.experts.switch import switch_modules
 
 
 def hit_path(bench: Bench) -> Iterator[Row]:

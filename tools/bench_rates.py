@@ -18,16 +18,9 @@ from bench_cases import Bench, SkippedError
 from bench_reads import CountedReads, DeclaredRate
 from bench_report import Row, Target, row_of
 from bench_sequence import WARM_UP, recorded_routing
-from bench_subject import (
-    Subject,
-    equal,
-    in_pairs,
-    no_garbage_collection,
-    num_experts,
-    open_engine,
-    switch_modules,
-    width,
-)
+from bench_subject import Subject, equal, in_pairs, no_garbage_collection, num_experts, open_engine, width
+
+from mlxmoe.experts.switch import switch_modules
 
 
 def rate(bench: Bench) -> Iterator[Row]:

@@ -24,7 +24,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from bench_subject import Subject, num_experts, switch_modules
+from bench_subject import Subject, num_experts
+
+from mlxmoe.experts.switch import switch_modules
 
 HIT_RATES = (0.75, 0.93)  # aimed at, with a quarter and with half of the experts in slots
 WARM_UP = 32  # tokens after which the slots hold what they would in a long text

@@ -19,10 +19,11 @@ import mlx.nn as nn
 from bench_reads import Preadv
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlxmoe import Engine, load
 from mlxmoe.experts.reader import ExpertReader
+from mlxmoe.experts.switch import switch_modules
 
 CONTEXT = 2048  # tokens; what the cases use is less
 
@@ -66,12 +67,6 @@ class Subject:
         """The modules with routed experts, to be called within one pass."""
         with self._one_pass():
             yield list(switch_modules(self.model).values())
-
-
-def switch_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with routed experts by their path, in the order of the model's own list of modules, by layer."""
-    found = [(path, m) for path, m in model.named_modules() if isinstance(m, SwitchGLU | SwitchMLP)]
-    return dict(sorted(found, key=lambda item: [int(part) for part in item[0].split(".") if part.isdigit()]))
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:

@@ -58,6 +58,10 @@ Memory = Annotated[
     typer.Option(help="The most to use, for example 24GB; by default what is free now.", show_default=False),
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens, prompt and reply, that must fit.", show_default=False)]
+Contexts = Annotated[
+    str | None,
+    typer.Option("--context", help="Contexts to compare: 4k,8k,32k,128k. k is 1024 tokens.", show_default=False),
+]
 Window = Annotated[
     int | None,
     typer.Option(
@@ -78,6 +82,7 @@ ChunkTokens = Annotated[
 ]
 Adapter = Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of mlx-lm.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
+AsJSON = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the weights.")]
 Warm = Annotated[
     bool, typer.Option("--warm/--no-warm", help="Fill the expert slots while loading, or as experts are asked for.")

@@ -25,7 +25,7 @@ def doctor(
             help="Folder, or a hub id that was downloaded before: read from for two seconds.", show_default=False
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: common.AsJSON = False,
     revision: common.Revision = None,
     debug: common.Debug = False,
 ) -> None:

@@ -32,10 +32,7 @@ def plan(
     chip: Annotated[
         str | None, typer.Option(help="m1 to m5, with -pro, -max, -ultra; by default this one's.", show_default=False)
     ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(help="Contexts to compare: 4k,8k,32k,128k. k is 1024 tokens.", show_default=False),
-    ] = None,
+    context: common.Contexts = None,
     experts: common.Experts = "auto",
     window: common.Window = None,
     sinks: common.Sinks = 4,
@@ -47,7 +44,7 @@ def plan(
     read_rate: Annotated[
         str | None, typer.Option(help="What the SSD gives in a second, 5GB; see `doctor`.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: common.AsJSON = False,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     debug: common.Debug = False,

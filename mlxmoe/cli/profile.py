@@ -60,7 +60,7 @@ def profile(
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Keep the profile, so that later loads read these experts first.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: common.AsJSON = False,
     experts: common.Experts = "auto",
     memory: common.Memory = None,
     context: common.Context = None,

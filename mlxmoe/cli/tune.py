@@ -41,10 +41,7 @@ def tune(
         typer.Option("--min-tps", help="The longest context that keeps so many tokens/s.", show_default=False),
     ] = None,
     budget: Annotated[str, typer.Option(help="Time for measuring: 90s, 5m or 1h. Loading is not in it.")] = "5m",
-    context: Annotated[
-        str | None,
-        typer.Option(help="Contexts to compare: 4k,8k,32k,128k. k is 1024 tokens.", show_default=False),
-    ] = None,
+    context: common.Contexts = None,
     memory: common.Memory = None,
     window: common.Window = None,
     sinks: common.Sinks = 4,
@@ -57,7 +54,7 @@ def tune(
         bool, typer.Option("--save/--no-save", help="Keep what is best, so that later loads take it.")
     ] = True,
     forget: Annotated[bool, typer.Option("--forget", help="Remove what was kept of this model, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: common.AsJSON = False,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     debug: common.Debug = False,

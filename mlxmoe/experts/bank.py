@@ -204,7 +204,8 @@ class ExpertBank:
         if self._changing:
             self._recover()
         self._changing = True
-        self._needed, self._guessed = set(experts), frozenset(experts)
+        self._needed = set(experts)
+        self._guessed = frozenset(self._needed)
         missing = [expert for expert in self._needed if expert not in self._policy and expert not in self._coming]
         missing.sort(key=self._policy.worth, reverse=True)  # what is wanted more often is guessed right more often
         self._make_room(len(missing))
@@ -266,7 +267,7 @@ class ExpertBank:
         self._changing = False
 
     def clear(self) -> None:
-        """Forget every expert; the memory stays."""
+        """Forget every expert, and have nothing read any more; the memory stays."""
         self._reader.settle()
         self._forget()
         self._changing = False
@@ -289,15 +290,13 @@ class ExpertBank:
 
         Arrays that it left longer than others are cut: kernels want them to have one number of slots.
         """
-        self._reader.settle()
         count = min(home.array.shape[0] for home in self._homes.values())
         for home in self._homes.values():
             if home.array.shape[0] > count:
                 self._views.clear()
                 home.owner[home.key] = _rows(home.array, {}, count)
         self._bind()
-        self._forget()
-        self._changing = False
+        self.clear()
 
     def _forget(self) -> None:
         self._policy.clear()

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxmoe.experts.bank import ExpertBank
-from mlxmoe.experts.switch import Passing, mixed
+from mlxmoe.experts.switch import Hearing, mixed
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Lookahead:
         self.gate = Gate()
         self._block = block
         self._module = module
-        self._hearing: Any = mixed(_Hearing, type(module))
+        self._hearing: Any = mixed(Hearing, type(module))
         self._works = True
         self._counted = (0, 0)
         self.follow(None)
@@ -123,7 +123,7 @@ class Lookahead:
                 return []
         streaming = type(self._module)
         if self._hearing.stock_class is not streaming:
-            self._hearing = mixed(_Hearing, streaming)
+            self._hearing = mixed(Hearing, streaming)
         try:
             self._module.__class__ = self._hearing
             self._block(x.reshape(1, -1, x.shape[-1]))
@@ -147,14 +147,6 @@ class Lookahead:
         now = counters.misses, counters.early_useful_bytes // self._bank.expert_bytes
         (missing, named), self._counted = (n - before for n, before in zip(now, self._counted, strict=True)), now
         self.gate.note(missing, named)
-
-
-class _Hearing(Passing):
-    """Mixed in before a switch layer's class: notes its indices, computes nothing, returns zeros."""
-
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        self.__dict__["heard"] = indices  # not as an attribute: a module takes an array for a parameter
-        return mx.zeros((*indices.shape, x.shape[-1]), dtype=x.dtype)
 
 
 def routing_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:

@@ -115,6 +115,11 @@ class LRFU:
         self._heap, self._values, self._weight = heap, defaultdict(float, values), 1.0
 
 
+def wave_size(capacity: int) -> int:
+    """The most experts of a wave that is read, in a bank of `capacity` slots."""
+    return max(1, capacity // 4)
+
+
 def plan_waves(
     last_use: Mapping[int, int], present: Container[int], coming: Container[int], capacity: int
 ) -> list[list[int]]:
@@ -128,7 +133,7 @@ def plan_waves(
     read, and half of the slots do not change hands for that.
     """
     assert capacity >= 1, "a bank has at least one slot"
-    size = max(1, capacity // 4)
+    size = wave_size(capacity)
     order = sorted(last_use, key=last_use.__getitem__)
     hits = [expert for expert in order if expert in present]
     if len(hits) == len(order):

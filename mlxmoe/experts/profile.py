@@ -10,16 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlxmoe.errors import RequestError, SavedStateError
 from mlxmoe.experts.trace import Trace
+from mlxmoe.keeping import NO_USE, keep, kept, user_cache
 from mlxmoe.memory.plan import MoeLayer
-from mlxmoe.writing import replacing
 
 FORMAT = 1
 
@@ -62,16 +59,7 @@ class ProfileFolder:
     def keep(self, profile: RoutingProfile, layers: Sequence[MoeLayer]) -> Path:
         """Write `profile` in the place of an older one of the same model. Raises SavedStateError."""
         file = self._file(profile.digest, layers)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file, durable=False) as out:
-                out.write(json.dumps({"format": FORMAT, **asdict(profile)}).encode())
-        except OSError as error:
-            raise SavedStateError(
-                f"The profile cannot be kept as {file}: {error.strerror or error}. Make room there, or go without: "
-                f"mlxmoe profile --no-save."
-            ) from error
-        return file
+        return keep(file, asdict(profile), FORMAT, what="profile", without="mlxmoe profile --no-save")
 
     def find(self, layers: Sequence[MoeLayer], digest: Callable[[], str]) -> RoutingProfile | None:
         """The profile of the model with `layers`; None without one, and with a logged reason if it is of no use.
@@ -90,7 +78,7 @@ class ProfileFolder:
             return None
         try:
             return _read(file, wanted, layers)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except NO_USE as error:
             logger.warning(
                 "The routing profile %s is of no use (%s) and is ignored. Make it anew: mlxmoe profile.", file, error
             )
@@ -100,30 +88,13 @@ class ProfileFolder:
         return self.path / f"{_shape_key(layers)}-{digest[:32]}.json"
 
 
-def user_cache() -> Path:
-    """The folder for what programs can make again: as the XDG base directories say, ~/Library/Caches on macOS.
-
-    Raises RequestError for a user without a home folder.
-    """
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the specification has relative ones ignored
-        return Path(named)
-    try:
-        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    except RuntimeError as error:
-        raise RequestError("This user has no home folder to keep anything in. Set XDG_CACHE_HOME to one.") from error
-
-
 def _shape_key(layers: Sequence[MoeLayer]) -> str:
     shape = [[layer.path, layer.num_experts] for layer in layers]
     return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
 
 
 def _read(file: Path, digest: str, layers: Sequence[MoeLayer]) -> RoutingProfile:
-    stored = json.loads(file.read_bytes())
-    if (version := stored.pop("format")) != FORMAT:
-        raise ValueError(f"it is in version {version} of the format, and {FORMAT} is read here")
-    profile = RoutingProfile(**stored)
+    profile = RoutingProfile(**kept(file, FORMAT))
     if profile.digest != digest:
         raise ValueError(f"it is of another model, {profile.model}")
     shape = {path: len(counts) for path, counts in profile.counts.items()}

@@ -68,7 +68,7 @@ class Read:
         self.early = early
         self._queue = queue
         self._shared = shared  # with the reader's threads
-        self.waiting = deque(runs)  # guarded by the queue's lock, as are the next three
+        self.waiting = deque(runs)  # guarded by the queue's lock, as are the next four
         self.left = len(runs)
         self.running = 0  # in the reader's threads
         self.error: BaseException | None = None

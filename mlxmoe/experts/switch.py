@@ -62,11 +62,11 @@ def settle(module: nn.Module) -> None:
     module.__class__ = kind
 
 
-class _Listening(Passing):
-    """Mixed in before the stock class: notes the shape of its indices, computes nothing, returns zeros."""
+class Hearing(Passing):
+    """Mixed in before a switch layer's class: notes its indices, computes nothing, returns zeros."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        self.heard_top_k = int(indices.shape[-1])
+        self.__dict__["heard"] = indices  # not as an attribute: a module takes an array for a parameter
         return mx.zeros((*indices.shape, x.shape[-1]), dtype=x.dtype)
 
 
@@ -84,15 +84,15 @@ class Listening:
     def __enter__(self) -> Listening:
         for path, module in self._modules.items():
             self._classes[path] = type(module)
-            module.__class__ = mixed(_Listening, type(module))
+            module.__class__ = mixed(Hearing, type(module))
         return self
 
     def __exit__(self, *_: Any) -> None:
         for path, module in self._modules.items():
             module.__class__ = self._classes[path]
-            if hasattr(module, "heard_top_k"):
-                self.top_k[path] = module.heard_top_k
-                del module.heard_top_k
+            heard = module.__dict__.pop("heard", None)
+            if heard is not None:
+                self.top_k[path] = int(heard.shape[-1])
 
 
 def _by_number(path: str) -> list[tuple[int, str]]:

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxmoe.experts.layer import KEEP_PENDING_BYTES
+from mlxmoe.experts.policy import wave_size
 from mlxmoe.experts.switch import Listening, mixed
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.kv.window import SlidingWindowKVCache
@@ -230,7 +231,7 @@ def _pairs_of_waves(pairs: int, experts: int, slots: int) -> list[int]:
     wanted = min(experts, pairs)
     if wanted <= slots:
         return [pairs]
-    step = max(1, slots - max(1, slots // 4))
+    step = max(1, slots - wave_size(slots))
     waves = [min(step, wanted - start) for start in range(0, wanted, step)]
     ends = [pairs * sum(waves[: n + 1]) // wanted for n in range(len(waves))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
