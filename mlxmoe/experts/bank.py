@@ -59,7 +59,7 @@ class ExpertBank:
 
     `homes`: where the layer's stacked arrays `[experts, ...]` are. They are replaced, only their shapes and dtypes
     are used; where `slots` is None they hold every expert already, and stay. `tensors`: where the bytes of each lie,
-    under the same names. `counters`: go on from these.
+    under the same names. `counters`: go on from these. `expert_bytes`: of one expert, all its tensors together.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class ExpertBank:
         self.counters = counters or BankCounters()
         self._homes = dict(homes)
         self._tensors = [tensors[name] for name in homes]
+        self.expert_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._reader = reader
         self._policy = LRFU()
         self._changing = True
@@ -99,11 +100,6 @@ class ExpertBank:
     def arrays(self) -> dict[str, mx.array]:
         """The slots' memory: for each expert tensor one array `[slots, ...]`."""
         return {name: home.array for name, home in self._homes.items()}
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert: all its tensors together."""
-        return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
     def nbytes(self) -> int:

@@ -126,7 +126,6 @@ class ExpertCache:
         for layer in self.layers:
             if slots[layer.path] < layer.num_experts:
                 self._stream(layer, slots[layer.path])
-        self._link()
 
     def look_ahead(self, model: nn.Module, mode: LookaheadMode) -> None:
         """Have each layer's experts guessed and read early: True always, "auto" while it pays, False never."""

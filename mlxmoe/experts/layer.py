@@ -131,7 +131,7 @@ class ExpertStream:
         parts: list[mx.array] = []
         fetched = computed = 0
         for number, (wave, pairs) in enumerate(zip(waves, pairs_of, strict=True)):
-            while fetched <= number or (fetched < len(waves) and fetched - number <= 1):
+            while fetched < min(number + 2, len(waves)):
                 if bank.fetch(waves[fetched]):
                     fetched += 1
                 elif computed < number:  # slots of what was computed are free once it really was
