@@ -9,6 +9,7 @@
     ├── DownloadError               the hub is out of reach, or the disk too small
     ├── MemoryBudgetError           experts, context and memory do not fit together
     ├── MemoryPressureError         the machine is short of memory right now
+    ├── QueueFullError              the server has as much to do as it takes on
     ├── RequestError                what was asked makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
     │   ├── SamplingError             a sampling value outside its range
@@ -64,6 +65,14 @@ class MemoryBudgetError(MlxMoeError):
 
 class MemoryPressureError(MlxMoeError):
     """The machine is so short of memory that nothing new is begun; it may pass."""
+
+
+class QueueFullError(MlxMoeError):
+    """As many requests wait as the server takes on. `retry_after_s`: when it is worth asking again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestError(MlxMoeError):

@@ -14,6 +14,7 @@ PACKAGE = Path(mlxmoe.__file__).parent
 FLOORS = [
     ["__main__"],
     ["cli"],
+    ["serving"],
     ["__init__"],
     ["tuning"],
     ["verify", "engine", "doctor"],
