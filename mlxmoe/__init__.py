@@ -11,6 +11,7 @@ from mlxmoe.engine import Engine, load
 from mlxmoe.errors import (
     CheckpointError,
     CheckpointReadError,
+    ContextError,
     DownloadError,
     EngineClosedError,
     MemoryBudgetError,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "CheckpointReadError",
+    "ContextError",
     "Chunk",
     "ContextPlan",
     "DownloadError",

@@ -12,6 +12,7 @@
     ├── QueueFullError              the server has as much to do as it takes on
     ├── RequestError                what was asked makes no sense
     │   ├── PromptError               an empty, too long or malformed prompt
+    │   │   └── ContextError            prompt and reply are longer than the context
     │   ├── SamplingError             a sampling value outside its range
     │   ├── WindowError               a window, sinks or kv_bits that make no sense
     │   └── PlanError                 a chip, a rate or bits that nothing can be predicted from
@@ -81,6 +82,10 @@ class RequestError(MlxMoeError):
 
 class PromptError(RequestError):
     """An empty, too long or malformed prompt."""
+
+
+class ContextError(PromptError):
+    """A prompt, or a prompt with its reply, that is longer than the context."""
 
 
 class SamplingError(RequestError):

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxmoe.errors import PromptError
+from mlxmoe.errors import ContextError, PromptError
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -89,7 +89,7 @@ class PromptEncoder:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab:
                 raise PromptError(f"{token!r} is no token of {self._name}: ids run from 0 to {self._vocab - 1}.")
         if self._context is not None and len(tokens) + reply > self._context:
-            raise PromptError(
+            raise ContextError(
                 f"The prompt has {len(tokens)} tokens, but the context is {self._context} tokens, prompt and reply "
                 f"together. Shorten it, begin a new session, or load with a larger context= if the model allows."
             )

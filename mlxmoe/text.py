@@ -60,7 +60,7 @@ class TextStream:
             self.stopped = True
             ready, self._held = self._held[: min(found)[1]], ""
             return ready
-        keep = 0 if final else _length_of_possible_stop(self._held, self._stop)
+        keep = 0 if final else length_of_possible_stop(self._held, self._stop)
         ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return ready
 
@@ -74,7 +74,7 @@ def check_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
     return stops
 
 
-def _length_of_possible_stop(text: str, stops: Sequence[str]) -> int:
+def length_of_possible_stop(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that a stop string begins with."""
     longest = 0
     for stop in stops:
