@@ -48,8 +48,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "CheckpointReadError",
-    "ContextError",
     "Chunk",
+    "ContextError",
     "ContextPlan",
     "DownloadError",
     "Engine",

@@ -35,7 +35,7 @@ _KINDS = {
 _PATH = re.compile(r"(?<![\w.)/\\])(?:~|[A-Za-z]:|file:/)?[/\\](?=\S)(?:[^\n\"'`]*[/\\])?[^\s\"'`/\\]*")
 
 
-class Problem(Exception):
+class ApiError(Exception):
     """An answer that is an error. `message` is for the client: it names the thing, the numbers and the next step."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Problem(Exception):
         self.headers = dict(headers or {})
 
     @classmethod
-    def of(cls, error: Exception, *, busy: bool = False) -> Problem:
+    def of(cls, error: Exception, *, busy: bool = False) -> ApiError:
         """What a client is told of `error`; what it is not told goes to the log, under an id that it is told.
 
         `busy`: whether other replies hold memory that they will give back.
         """
         match error:
-            case Problem():
+            case ApiError():
                 return error
             case QueueFullError():
                 return cls(429, without_paths(error), code="queue_full", headers=retry_after(error.retry_after_s))
@@ -80,19 +80,19 @@ class Problem(Exception):
         return cls.unknown(error)
 
     @classmethod
-    def unknown(cls, error: BaseException) -> Problem:
+    def unknown(cls, error: BaseException) -> ApiError:
         """For what nobody foresaw."""
         number = secrets.token_hex(6)
         logger.error("Error %s", number, exc_info=error)
         return cls(500, f"The server failed. Its log has the reason under {number}.", code="internal_error")
 
     @classmethod
-    def too_late(cls, limit_s: float | None = None) -> Problem:
+    def too_late(cls, limit_s: float | None = None) -> ApiError:
         limit = "" if limit_s is None else f" of {limit_s:g} seconds"
         return cls(504, f"The reply took longer than the limit{limit}. Ask for fewer tokens.", code="timeout")
 
     @classmethod
-    def of_validation(cls, errors: Sequence[Mapping[str, Any]]) -> Problem:
+    def of_validation(cls, errors: Sequence[Mapping[str, Any]]) -> ApiError:
         """From pydantic's errors: the first that says most, by the field that it is about."""
         error = max(errors, key=lambda error: len(error["loc"]) if error["type"] != "json_invalid" else math.inf)
         place = [part for part in error["loc"] if part not in ("body", "path", "query")]
