@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import uvicorn
@@ -69,7 +70,7 @@ def listener(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,  # a header that anyone can send must not say who a client is
-            timeout_graceful_shutdown=None,
+            timeout_graceful_shutdown=math.ceil(settings.drain_s),
         )
     )
 
@@ -113,7 +114,7 @@ def _models(desk: Desk) -> APIRouter:
     @router.get("/models/{model_id:path}", **told.of(told.ModelCard))
     async def model(model_id: str) -> Response:
         if model_id != desk.model.name:
-            raise ApiError(404, f"The model {model_id!r} is not served here.", param="model", code="model_not_found")
+            raise ApiError(404, f"No model {model_id[:200]!r} is served here.", param="model", code="model_not_found")
         return _json(_card(desk.model))
 
     return router

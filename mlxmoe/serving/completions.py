@@ -36,7 +36,7 @@ def completion_asks(
     if count > MOST_CHOICES:
         raise ApiError(
             400,
-            f"{len(request.prompts)} prompts with n={request.choices} make {count} replies; at most {MOST_CHOICES} go.",
+            f"{len(request.prompts)} prompts with n={request.choices} make {count} replies: at most {MOST_CHOICES}.",
             param="n",
             code="invalid_value",
         )

@@ -31,6 +31,7 @@ _KINDS = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+_TAGS = ("system", "developer", "user", "assistant", "tool", "text", "json_object", "json_schema")
 # From the first path on a line, or within quotes, to the last slash's name: a folder's name may have spaces.
 _PATH = re.compile(r"(?<![\w.)/\\])(?:~|[A-Za-z]:|file:/)?[/\\](?=\S)(?:[^\n\"'`]*[/\\])?[^\s\"'`/\\]*")
 
@@ -95,11 +96,9 @@ class ApiError(Exception):
     def of_validation(cls, errors: Sequence[Mapping[str, Any]]) -> ApiError:
         """From pydantic's errors: the first that says most, by the field that it is about."""
         error = max(errors, key=lambda error: len(error["loc"]) if error["type"] != "json_invalid" else math.inf)
-        place = [part for part in error["loc"] if part not in ("body", "path", "query")]
         if error["type"] == "json_invalid":
             return cls(400, "The body is no valid JSON.", code="invalid_json")
-        names = [part for part in place if isinstance(part, int) or not _is_variant(part)]
-        param = ".".join(str(part) for part in names) or None
+        param = _param_of(error["loc"][1:])
         code = "missing_required_parameter" if error["type"] == "missing" else "invalid_value"
         subject = param or "The body (sent as application/json)"
         return cls(400, f"{subject}: {error['msg']}.".replace("..", "."), param=param, code=code)
@@ -122,6 +121,17 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(min(seconds, 3600.0))))}
 
 
+def _param_of(place: Sequence[int | str]) -> str | None:
+    """The field that pydantic's location leads to, without the members of unions on the way."""
+    names: list[str] = []
+    for number, part in enumerate(place):
+        before = place[number - 1] if number else None
+        tag = before == "response_format" or (isinstance(before, int) and number == 2)  # messages.0.user.content
+        if isinstance(part, int) or not ((tag and part in _TAGS) or _is_variant(part)):
+            names.append(str(part))
+    return ".".join(names) or None
+
+
 def _is_variant(part: str) -> bool:
-    """Whether a part of pydantic's location is a member of a union and no field."""
+    """Whether it is a type, as pydantic names the members of unions, and no field."""
     return not part.isidentifier() or part != part.lower() or part in ("str", "int", "list", "none")

@@ -7,7 +7,7 @@ named, and refused. What is left out has OpenAI's default, and so the temperatur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
@@ -253,5 +253,5 @@ class CompletionRequest(Sampling):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [cast(list[int], self.prompt)]
-        return cast(list[str] | list[list[int]], self.prompt)
+            return [self.prompt]
+        return self.prompt

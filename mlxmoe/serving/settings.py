@@ -24,7 +24,8 @@ class ServerSettings:
     asked, against DNS rebinding; "*" is every name. `max_body_bytes`: of a request. `request_s`: seconds from a
     request to its last token. `idle_s`: seconds that a client may let the server wait, while sending a request or
     reading a reply. `patience_s`: seconds that a stream waits for its turn before it begins with comments.
-    `comment_s`: seconds between such comments. `max_n`: replies that one request may ask for.
+    `comment_s`: seconds between such comments. `drain_s`: seconds that replies under way have to end when the
+    server does. `max_n`: replies that one request may ask for.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +38,7 @@ class ServerSettings:
     idle_s: float = 60.0
     patience_s: float = 2.0
     comment_s: float = 5.0
+    drain_s: float = 60.0
     max_n: int = MOST_CHOICES
 
     def __post_init__(self) -> None:

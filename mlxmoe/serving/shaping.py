@@ -22,7 +22,7 @@ def check_model(name: str | None, facts: ModelFacts) -> None:
     if name not in (None, "", ANY_MODEL, facts.name):
         raise ApiError(
             404,
-            f"The model {name!r} is not served here: it is {facts.name!r}, or 'default'.",
+            f"The model {str(name)[:200]!r} is not served here: it is {facts.name!r}, or 'default'.",
             param="model",
             code="model_not_found",
         )
