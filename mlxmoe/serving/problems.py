@@ -134,4 +134,5 @@ def _param_of(place: Sequence[int | str]) -> str | None:
 
 def _is_variant(part: str) -> bool:
     """Whether it is a type, as pydantic names the members of unions, and no field."""
-    return not part.isidentifier() or part != part.lower() or part in ("str", "int", "list", "none")
+    types = ("str", "int", "float", "bool", "list", "none")
+    return "[" in part or part.startswith(("constrained-", "function-")) or part[:1].isupper() or part in types
