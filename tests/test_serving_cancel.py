@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -128,3 +131,32 @@ def test_a_server_that_ends_lets_replies_end_first() -> None:
         wait_for(lambda: bool(desk.jobs) and desk.jobs[0].told > 2)
     assert b" 200 " in connection.recv(20)
     assert desk.jobs[0].told == 20
+
+
+def test_many_clients_that_come_and_go_as_they_like_leave_nothing_behind() -> None:
+    """Some leave at once, some in the middle, some send nonsense; the rest are answered in full."""
+    desk = FakeDesk(Script(tokens=["word "] * 20, delay_s=0.005))
+    with running(desk) as url, ThreadPoolExecutor(32) as pool:
+
+        def visit(number: int) -> str:
+            what = random.Random(number).choice(["whole", "stream", "leave", "leave later", "nonsense"])
+            if what in ("whole", "stream"):
+                body = {"messages": [{"role": "user", "content": "Hi"}], "stream": what == "stream"}
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+                assert answer.status_code == 200
+                assert answer.text.count("word ") == 20
+            elif what == "nonsense":
+                assert httpx.post(f"{url}/v1/chat/completions", content=b"{" * 999, timeout=30).status_code == 400
+            else:
+                with post(url, stream=number % 2 == 0):
+                    time.sleep(0.05 if what == "leave later" else 0)
+            return what
+
+        assert len(set(pool.map(visit, range(150)))) == 5
+        wait_for(lambda: all(job.ended.is_set() for job in desk.jobs))
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
+        wait_for(lambda: not [task for task in threads_of_jobs() if task.is_alive()])
+
+
+def threads_of_jobs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]

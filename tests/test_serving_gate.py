@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_desk import FakeDesk, Script
 from serving_clients import Local, running
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from mlxmoe.errors import (
     CheckpointReadError,
@@ -20,6 +25,7 @@ from mlxmoe.errors import (
     RequestError,
     SamplingError,
 )
+from mlxmoe.serving.files import page_files
 from mlxmoe.serving.problems import ApiError, without_paths
 from mlxmoe.serving.settings import ServerSettings, bare_host
 
@@ -249,3 +255,29 @@ def test_an_api_error_is_in_openai_s_form() -> None:
         "param": "model",
         "code": "model_not_found",
     }
+
+
+def test_an_error_that_repeats_what_was_sent_is_short_and_quick() -> None:
+    begin = time.monotonic()
+    answer = Local(FakeDesk(Script(fail=PromptError("/x" * 500_000)))).chat()
+    assert len(answer.content) < 3000
+    assert len(Local().chat(logit_bias={"x" * 100_000: 1}).content) < 3000
+    assert time.monotonic() - begin < 5
+
+
+def test_the_page_s_files_have_their_types_and_are_sent_when_they_changed(tmp_path: Path) -> None:
+    for name in ("index.html", "app.js", "style.css", "icon.svg", "notes.py"):
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    found = page_files(tmp_path)
+    assert set(found) == {"/", "/index.html", "/app.js", "/style.css", "/icon.svg"}
+    assert found["/"].content_type == "text/html; charset=utf-8"
+    assert found["/app.js"].content_type.startswith("text/javascript")
+    app = Starlette(routes=[Route(path, file.answer) for path, file in found.items()])
+    with TestClient(app) as client:
+        whole = client.get("/app.js")
+        assert (whole.status_code, whole.text) == (200, "app.js")
+        assert client.get("/app.js", headers={"If-None-Match": whole.headers["etag"]}).status_code == 304
+
+
+def test_without_a_page_there_is_none(tmp_path: Path) -> None:
+    assert page_files(tmp_path / "nothing") == {}

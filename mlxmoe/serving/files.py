@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,9 +37,12 @@ class PageFile:
         return Response(self.content, headers=headers | {"Content-Type": self.content_type})
 
 
-def page_files() -> dict[str, PageFile]:
-    """By the path they are served under; index.html is `/`, too. Empty where the package has no page."""
-    folder = files("mlxmoe.serving").joinpath("page")
+def page_files(folder: Traversable | None = None) -> dict[str, PageFile]:
+    """The files of `folder`, by default the package's page, by the path they are served under: `/` is index.html.
+
+    Empty where there is no folder.
+    """
+    folder = folder or files("mlxmoe.serving").joinpath("page")
     found: dict[str, PageFile] = {}
     for file in folder.iterdir() if folder.is_dir() else ():
         content_type = CONTENT_TYPES.get(file.name[file.name.rfind(".") :])

@@ -23,6 +23,8 @@ from mlxmoe.serving.wire import to_json
 
 logger = logging.getLogger(__name__)
 
+MOST_MESSAGE = 2000  # characters
+MOST_PARAM = 200
 RETRY_S = 10  # when the machine may have memory again
 _KINDS = {
     401: "authentication_error",
@@ -50,8 +52,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = message[:MOST_MESSAGE]  # it may repeat what the client sent
+        self.param = param and param[:MOST_PARAM]
         self.code = code
         self.headers = dict(headers or {})
 
@@ -114,7 +116,8 @@ class ApiError(Exception):
 
 def without_paths(message: object) -> str:
     """On one line, with no folder or file of this machine in it."""
-    return " ".join(_PATH.sub("(a path)", str(message)).split())[:2000]
+    # Cut before it is looked at: it may repeat a prompt, and the search takes the square of a line's length.
+    return " ".join(_PATH.sub("(a path)", str(message)[:MOST_MESSAGE]).split())
 
 
 def retry_after(seconds: float) -> dict[str, str]:

@@ -135,7 +135,7 @@ class Panel(BaseModel):
     tokens_per_s: float
     memory: dict[str, Any] | None
     stats: dict[str, Any] | None
-    heat: list[list[float]]
+    heat: list[list[float | None]]
     resident: list[list[bool]]
 
 
@@ -167,7 +167,7 @@ def of(kind: type[BaseModel], unavailable: type[BaseModel] = Error, *, stream: b
         "description": "The whole, or a stream of events where asked for.",
     }
     if stream:
-        responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        responses[200]["content"] = {"text/event-stream": {}}
     return {"response_model": None, "responses": responses}
 
 

@@ -102,7 +102,7 @@ class Sampling(Body):
         ]
         | None
     ) = Field(None, description="By token id, from -100 to 100.")
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     user: str | None = None
     response_format: (
