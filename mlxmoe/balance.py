@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """What one cache may grow to. It counts as long as it lives and holds something."""
+    """What one cache, or one of a batch, may grow to. It counts as long as it lives and holds something."""
 
     def __init__(self, balance: Balance, kv: KVBytes) -> None:
         self.nbytes = 0
         self.kv = kv
         self._balance = balance
 
-    def begin(self, tokens: int) -> None:
-        """Hold room for a request with `tokens` in all, taken from expert slots where it has to be.
+    def begin(self, tokens: int, *, texts: int = 1) -> None:
+        """Hold room for a request with `tokens` in all, or `texts` of as many, taken from expert slots where need be.
 
         Raises MemoryBudgetError where it cannot be had, MemoryPressureError while nothing new may begin.
         """
-        self._balance.admit(self, tokens)
+        self._balance.admit(self, tokens, texts)
 
-    def keep(self, tokens: int) -> None:
-        """Hold no more than a cache of `tokens` takes; none of it for 0. Nothing moves at once."""
-        self.nbytes = min(self.nbytes, self.kv.of(tokens) if tokens else 0)
+    def keep(self, tokens: int, *, texts: int = 1) -> None:
+        """Hold no more than caches of `tokens` take; none of it for 0. Nothing moves at once."""
+        self.nbytes = min(self.nbytes, texts * self.kv.of(tokens) if tokens else 0)
 
 
 class Room:
@@ -67,18 +67,18 @@ class Room:
         """Raise RequestError within a pass of this thread: another may hold the lock, and wait for that pass."""
         self._experts.passes.refuse_within()
 
-    def hold(self, lease: Lease, tokens: int) -> int:
-        """Let `lease` hold a cache of `tokens`; returns the bytes that expert slots gave for it.
+    def hold(self, lease: Lease, tokens: int, texts: int = 1) -> int:
+        """Let `lease` hold `texts` caches of `tokens` each; returns the bytes that expert slots gave for it.
 
         Raises MemoryBudgetError, and then nothing has changed.
         """
-        nbytes = lease.kv.of(tokens)
+        nbytes = texts * lease.kv.of(tokens)
         with self._lock:
             others = [other.nbytes for other in self._alive() if other is not lease and other.nbytes]
             banks = self._bank_bytes_beside(sum(others) + nbytes)
             given = self._shrink(self._experts.nbytes - banks) if banks >= self._floor_bytes else 0
             if self._experts.nbytes > banks:
-                raise MemoryBudgetError(self._no_room(tokens, lease.kv, others))
+                raise MemoryBudgetError(self._no_room(tokens, texts, lease.kv, others))
             with self._leases_lock:
                 if lease not in self._alive():
                     self._leases.append(weakref.ref(lease))
@@ -171,17 +171,19 @@ class Room:
                 logger.warning("The experts stay in memory whatever happens: %s", error)
             return before - self._experts.nbytes
 
-    def _no_room(self, tokens: int, kv: KVBytes, others: Sequence[int]) -> str:
+    def _no_room(self, tokens: int, texts: int, kv: KVBytes, others: Sequence[int]) -> str:
         plan, least = self.plan, self._floor_bytes if self._shrinks else self._experts.nbytes
         room = max(0, plan.memory_bytes - self._fixed_bytes - least - sum(others))
         beside = f" and {format_bytes(sum(others))} for {len(others)} other requests or sessions" if others else ""
+        what = "A KV cache for" if texts == 1 else f"The KV caches of {texts} texts in one batch, for up to"
+        takes = "takes" if texts == 1 else "each take"
         return (
-            f"A KV cache for {tokens} tokens takes {format_bytes(kv.of(tokens))}, but the memory budget of "
+            f"{what} {tokens} tokens {takes} {format_bytes(kv.of(tokens))}, but the memory budget of "
             f"{format_bytes(plan.memory_bytes)} has {format_bytes(room)} for it, beside "
             f"{format_bytes(plan.trunk_bytes)} trunk, {format_bytes(self._fixed_bytes - plan.trunk_bytes)} for "
             f"prefill, {format_bytes(least)} for the experts that must stay{beside}. At most "
-            f"{kv.tokens_in(room)} tokens, prompt and reply, fit now: ask for fewer, close other sessions, or "
-            f"raise memory=."
+            f"{kv.tokens_in(room // texts)} tokens, prompt and reply, fit now: ask for fewer, close other sessions, "
+            f"or raise memory=."
         )
 
 
@@ -225,7 +227,7 @@ class Balance:
         """For one cache, which holds nothing yet and takes what `kv` says, by default what the engine's own take."""
         return Lease(self, self.kv if kv is None else kv)
 
-    def admit(self, lease: Lease, tokens: int) -> None:
+    def admit(self, lease: Lease, tokens: int, texts: int = 1) -> None:
         """Lease.begin's work."""
         self._room.refuse_within()
         self.guard.check()
@@ -234,9 +236,10 @@ class Balance:
                 "The machine is critically short of memory, so nothing new is begun; the expert cache has given back "
                 "what it could. Close other programs or wait a little, and ask again."
             )
-        if given := self._room.hold(lease, tokens):
+        if given := self._room.hold(lease, tokens, texts):
             self.guard.resized()
-            text = f"A request with {tokens} tokens of context took {format_bytes(given)} from the expert cache."
+            who = "A request with" if texts == 1 else f"A batch of {texts} requests with up to"
+            text = f"{who} {tokens} tokens of context took {format_bytes(given)} from the expert cache."
             self.guard.tell("admit", given, text)
 
     def resize(self, experts: int | float | str) -> None:

@@ -29,6 +29,8 @@ from mlxmoe.sampling import Sampled, Sampler
 # Decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there.
 POOL_TOKENS = 256
 
+SCORE_TOKENS = 64  # of a prompt in one pass, where each one's probability is told: 40 MB for 150,000 tokens
+
 Cache = list[Any]  # mlx-lm's caches, one for each layer
 
 
@@ -133,24 +135,39 @@ class Decoder:
         """
         history = list(prompt)
         while True:
-            with self._pass() as model:
-                start = time.perf_counter()
-                logits = model(mx.array([history[-1:]]), cache=cache)[:, -1, :]
-                token, logprob = sampler(logits, history)
-                mx.eval(token, logprob, sampler.key, [entry.state for entry in cache])
-            if self._upkeep is not None:
-                self._upkeep.after_step(time.perf_counter() - start)
-            sampled = Sampled.of(token, logprob)
+            (sampled,) = self.step([(history, sampler)], cache)
             yield sampled
             history.append(sampled.token)
             if len(history) % POOL_TOKENS == 0:
                 mx.clear_cache()
+
+    def step(self, texts: Sequence[tuple[Sequence[int], Sampler]], cache: Cache) -> list[Sampled]:
+        """One token of each of `texts` in one pass: tokens so far, of which `cache` has seen all but the last.
+
+        Modifies `cache`: where there are several texts, one of a batch, in their order.
+        """
+        with self._pass() as model:
+            start = time.perf_counter()
+            logits = model(mx.array([history[-1:] for history, _ in texts]), cache=cache)[:, -1, :]
+            drawn = [sampler(logits[i : i + 1], history) for i, (history, sampler) in enumerate(texts)]
+            mx.eval(drawn, [sampler.key for _, sampler in texts], [entry.state for entry in cache])
+        if self._upkeep is not None:
+            self._upkeep.after_step(time.perf_counter() - start)
+        sampled = [one.sampled() for one in drawn]
+        for (_, sampler), one in zip(texts, sampled, strict=True):
+            sampler.took(one.token)
+        return sampled
 
     def prefill(self, tokens: Sequence[int], cache: Cache, run: PrefixRun | None = None) -> None:
         """Let `cache` see `tokens`, chunk by chunk. Modifies `cache`. `run`: where what it sees is kept for others.
 
         Raises MemoryPressureError where memory ran short and nothing is left to give.
         """
+        for _ in self.prefill_steps(tokens, cache, run):
+            pass
+
+    def prefill_steps(self, tokens: Sequence[int], cache: Cache, run: PrefixRun | None = None) -> Iterator[int]:
+        """`prefill`, a chunk for each number yielded: the tokens that `cache` has seen of `tokens` by then."""
         done = 0
         while done < len(tokens):
             with self._pass() as model:
@@ -161,10 +178,36 @@ class Decoder:
                     run.note(chunk, cache)
             done += len(chunk)
             mx.clear_cache()
+            yield done
             if self.must_finish:
                 raise MemoryPressureError(
                     f"The machine ran short of memory while the prompt was read ({done} of {len(tokens)} tokens)."
                 )
+
+    def score_steps(
+        self, tokens: Sequence[int], cache: Cache, sampler: Sampler, scores: list[Sampled]
+    ) -> Iterator[int]:
+        """Let `cache` see all of `tokens` but the last; each next one's probability is appended to `scores`.
+
+        Yields as `prefill_steps` does. Modifies `cache`. In chunks of at most SCORE_TOKENS, for which the whole
+        vocabulary's logits are there at once.
+        """
+        done, last = 0, len(tokens) - 1
+        while done < last:
+            with self._pass() as model:
+                end = min(done + SCORE_TOKENS, done + self._chunk_size(cache), last)
+                logits = model(mx.array([tokens[done:end]]), cache=cache)[0]
+                drawn = sampler.score(logits, tokens[done + 1 : end + 1])
+                mx.eval(drawn, [entry.state for entry in cache])
+            scores += [one.sampled() for one in drawn]
+            done = end
+            yield done
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The turn for work on caches: no pass runs meanwhile."""
+        with self._experts.passes.one():
+            yield
 
     def logits(self, tokens: Sequence[int], cache: Cache) -> mx.array:
         """The logits `[T, V]` after each of `tokens`, from the very passes that `generate` makes for a prompt."""

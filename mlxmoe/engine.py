@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +15,10 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Balance, Room
+from mlxmoe.batch.batch import Batch
+from mlxmoe.batch.shared import can_share
 from mlxmoe.decode import Decoder
-from mlxmoe.errors import RequestError
+from mlxmoe.errors import RequestError, UnsupportedModelError
 from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.recording import MAX_TOKENS, Recording
@@ -34,7 +36,7 @@ from mlxmoe.memory.plan import KVBytes, Plan, expert_budget
 from mlxmoe.memory.reading import MemoryReader, reserve_bytes, usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
-from mlxmoe.registry import find_spec
+from mlxmoe.registry import decodes_together, find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
@@ -200,7 +202,6 @@ class Engine:
         context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
-        self._vocab_size = loaded.vocab_size
         self._kinds_lock = threading.RLock()  # a signal handler may close the engine while it is held
         self._kinds = {self.kv_settings: _Kind(self._prompts, self._replier, loaded.kv)}
 
@@ -229,6 +230,10 @@ class Engine:
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        top_logprobs: int = 0,
         seed: int | None = None,
         stop: str | Iterable[str] = (),
         raw: bool = False,
@@ -237,8 +242,11 @@ class Engine:
 
         `prompt`: text (put through the model's chat template where it has one, unless `raw`), chat messages, or token
         ids. `max_tokens`: the reply's most. `temperature`: 0 is greedy. `top_p`: 1 is off. `top_k`, `min_p`: 0 is
-        off. `repetition_penalty`: above 1 discourages what was said in the last 20 tokens. `seed`: the same one gives
-        the same text. `stop`: strings that end the reply and are not part of it.
+        off. `repetition_penalty`: above 1 discourages what was said in the last 20 tokens. `presence_penalty`,
+        `frequency_penalty`: from -2 to 2, taken off the logit of a token that the reply has said, once or each time.
+        `logit_bias`: for token ids, what is added to their logits, from -100 to 100. `top_logprobs`: as many of the
+        most probable tokens, at most 20, are told with each chunk. `seed`: the same one gives the same text. `stop`:
+        strings that end the reply and are not part of it.
 
         Raises PromptError or SamplingError at once. When the first chunk is asked for, MemoryBudgetError if no room
         can be made for its KV cache, MemoryPressureError while the machine is critically short of memory. While
@@ -252,8 +260,13 @@ class Engine:
             top_k=top_k,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            top_logprobs=top_logprobs,
             seed=seed,
         )
+        settings.sampling.refuse_beyond(self._prompts.vocab)
         tokens = self._prompts.encode(prompt, raw)
         return self._replier.stream(tokens, settings, self._decoder.new_cache(), self._balance.lease())
 
@@ -270,6 +283,35 @@ class Engine:
         self._decoder.new_cache()  # raises if the engine is closed
         kind = self._kind(self.kv_settings if kv_settings is None else checked(kv_settings))
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
+
+    def batch(self, *, together: bool | None = None) -> Batch:
+        """Replies that are computed together, one pass for all: what `mlxmoe serve` runs on.
+
+        `together`: False computes each reply in passes of its own, bit for bit as `stream`; True raises
+        UnsupportedModelError for a model type that the tests did not find right in a batch; by default together where
+        that is right. Prompts go in as tokens, made by `encode`.
+        """
+        shares = decodes_together(self.config["model_type"]) and can_share(self._decoder.new_cache())
+        if together and not shares:
+            raise UnsupportedModelError(
+                f"Replies of model type {self.config['model_type']} are not known to be right in one batch. "
+                f"Leave together= out: they are computed in turns."
+            )
+        return Batch(self._replier, self._balance.lease, together=shares if together is None else together)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens that `stream` makes of a prompt. Raises PromptError.
+
+        `tools`: told to the model by its chat template; `template`: further variables of that, as `enable_thinking`.
+        """
+        return self._prompts.encode(prompt, raw, tools, template or {})
 
     def restore(self, path: str | Path, *, kv_settings: KVSettings | None = None) -> Session:
         """The session that `Session.save(path)` wrote, in this process or another: it goes on bit-identically.
@@ -409,7 +451,7 @@ class Engine:
             prefixes=self._stored(chunk_tokens),
         )
         return _Kind(
-            PromptEncoder(self.tokenizer, self.path.name, self._vocab_size, context),
+            PromptEncoder(self.tokenizer, self.path.name, self._prompts.vocab, context),
             Replier(decoder, self.tokenizer, context, self._experts.lookups),
             replace(kv, rows=(*kv.rows, *handed)),
         )

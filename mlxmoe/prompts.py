@@ -22,6 +22,9 @@ class SupportsToList(Protocol):
 Prompt = str | Sequence[Message] | Sequence[int] | SupportsToList
 
 
+NO_VARIABLES: Mapping[str, Any] = {}
+
+
 class PromptEncoder:
     """Turns prompts into tokens that this model can take. Everything here raises PromptError.
 
@@ -32,21 +35,30 @@ class PromptEncoder:
     def __init__(self, tokenizer: TokenizerWrapper, name: str, vocab: int, context: int | None) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self._vocab = vocab
+        self.vocab = vocab
         self._context = context
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.has_chat_template)
 
-    def encode(self, prompt: Prompt, raw: bool) -> list[int]:
-        """The prompt's tokens, with room for a reply. Text goes through the chat template, if any, unless `raw`."""
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] = NO_VARIABLES,
+    ) -> list[int]:
+        """The prompt's tokens, with room for a reply. Text goes through the chat template, if any, unless `raw`.
+
+        `tools`, `template`: as for `encode_chat`.
+        """
         if isinstance(prompt, str):
             if prompt and self.has_chat_template and not raw:
-                return self.encode_chat([{"role": "user", "content": prompt}])
+                return self.encode_chat([{"role": "user", "content": prompt}], tools, template)
             return self.check(self.encode_text(prompt))
         if isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt):
-            return self.encode_chat(prompt)  # type: ignore[arg-type]
+            return self.encode_chat(prompt, tools, template)  # type: ignore[arg-type]
         return self.check(prompt)  # type: ignore[arg-type]
 
     def encode_text(self, text: str, *, goes_on: bool = False) -> list[int]:
@@ -63,15 +75,25 @@ class PromptEncoder:
                 "not UTF-8?"
             ) from error
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Chat messages by the model's own template, up to where its reply begins."""
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] = NO_VARIABLES,
+    ) -> list[int]:
+        """Chat messages by the model's own template, up to where its reply begins.
+
+        `tools`: what the model is told that it may call, in OpenAI's form. `template`: further variables of it.
+        """
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise PromptError(f"A chat message is {{'role': ..., 'content': ...}}, not {message!r}.")
         if not self.has_chat_template:
             raise PromptError(f"{self._name} has no chat template: it takes text or token ids, not chat messages.")
         try:
-            tokens = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+            tokens = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tools=tools and list(tools), **template
+            )
         except Exception as error:  # a template is a program of the model's maker: it may raise anything
             raise PromptError(f"The chat template of {self._name} refuses these messages: {error}") from error
         return self.check(tokens)
@@ -86,8 +108,8 @@ class PromptEncoder:
         if not tokens:
             raise PromptError("The prompt is empty. Give some text, messages or token ids.")
         for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab:
-                raise PromptError(f"{token!r} is no token of {self._name}: ids run from 0 to {self._vocab - 1}.")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab:
+                raise PromptError(f"{token!r} is no token of {self._name}: ids run from 0 to {self.vocab - 1}.")
         if self._context is not None and len(tokens) + reply > self._context:
             raise ContextError(
                 f"The prompt has {len(tokens)} tokens, but the context is {self._context} tokens, prompt and reply "

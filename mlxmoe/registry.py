@@ -23,13 +23,15 @@ class ModelSpec:
     """One definition. `model_type`: its file in mlx-lm, and mostly what config.json says.
 
     `traits`: what it has beside routed experts. `aliases`: other model types in config.json that lead to it.
-    `layouts`: which checkpoint layouts the tests read in place.
+    `layouts`: which checkpoint layouts the tests read in place. `together`: whether texts can be decoded in one
+    batch, each as if it were alone.
     """
 
     model_type: str
     traits: str = ""
     aliases: tuple[str, ...] = ()
     layouts: tuple[str, ...] = (MLX,)
+    together: bool = True
 
 
 # Checked in every test run: bit-identical to stock at one token's need, half-way and whole, in prefill and in decode.
@@ -46,7 +48,12 @@ SPECS = (
         "deepseek_v3", "latent attention, groups of experts", ("joyai_llm_flash", "kimi_k2"), (MLX, PER_EXPERT)
     ),
     ModelSpec("deepseek_v32", "sparse latent attention", (), (MLX, PER_EXPERT)),
-    ModelSpec("deepseek_v41", "compressed and sparse attention, several residual streams", ("deepseek_v41_text",)),
+    ModelSpec(
+        "deepseek_v41",
+        "compressed and sparse attention, several residual streams",
+        ("deepseek_v41_text",),
+        together=False,
+    ),
     ModelSpec("dots1", "shared experts, groups of experts", (), (MLX, PER_EXPERT)),
     ModelSpec("ernie4_5_moe", "shared experts, dense layers"),
     ModelSpec("exaone_moe", "windows, groups of experts", (), (MLX, PER_EXPERT)),
@@ -66,13 +73,15 @@ SPECS = (
     ModelSpec("kimi_vl", "wrapper of deepseek_v3", (), (MLX, PER_EXPERT)),
     ModelSpec("laguna", "heads differ by layer, windows, a shared expert", (), (MLX, PER_EXPERT)),
     ModelSpec("lfm2_moe", "short convolutions and attention", (), (MLX, PER_EXPERT)),
-    ModelSpec("llama4", "one expert a token, chunked attention"),
+    ModelSpec("llama4", "one expert a token, chunked attention", together=False),
     ModelSpec("longcat_flash", "experts that do nothing, latent attention", (), (MLX, PER_EXPERT)),
     ModelSpec("longcat_flash_ngram", "longcat_flash with embeddings of several tokens"),
     ModelSpec("mellum", "windows", (), (MLX, PER_EXPERT)),
     ModelSpec("mimo_v2_flash", "windows with sinks", (), (MLX, PER_EXPERT)),
     ModelSpec("minimax", "a bias on the choice of experts", ("minimax_m2",), (MLX, PER_EXPERT)),
-    ModelSpec("minimax_m3_vl", "block-sparse attention, a shared expert", (), (MLX, PER_EXPERT, FUSED)),
+    ModelSpec(
+        "minimax_m3_vl", "block-sparse attention, a shared expert", (), (MLX, PER_EXPERT, FUSED), together=False
+    ),
     ModelSpec("mistral3", "wrapper of mistral4", ("llava",), (MLX, PER_EXPERT, FUSED)),
     ModelSpec("mistral4", "latent attention", (), (MLX, PER_EXPERT, FUSED)),
     ModelSpec("mixtral", "", (), (MLX, PER_EXPERT)),
@@ -96,6 +105,12 @@ SPECS = (
 def find_spec(model_type: str) -> ModelSpec | None:
     """The line for a config's model type, or None: then it is not yet checked."""
     return next((spec for spec in SPECS if model_type == spec.model_type or model_type in spec.aliases), None)
+
+
+def decodes_together(model_type: str) -> bool:
+    """Whether texts of this model type were found right in one batch; False for one that was not checked."""
+    spec = find_spec(model_type)
+    return spec is not None and spec.together
 
 
 def register(model_type: str, module: ModuleType) -> None:

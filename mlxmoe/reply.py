@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -18,7 +18,7 @@ from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache, Decoder
 from mlxmoe.errors import MemoryPressureError, MlxMoeError, SamplingError
 from mlxmoe.kv.prefix import PrefixRun
-from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.sampling import Sampled, Sampler, SamplingSettings
 from mlxmoe.stats import hit_rate
 from mlxmoe.text import TextStream, check_stop
 
@@ -39,7 +39,8 @@ class Chunk:
     prompt that a session or a prefix store had, and that were not prefilled. `ttft_s`: seconds to the first token.
     `prompt_tokens_per_s`, `tokens_per_s`: rates of prefill and of decode. `expert_hit_rate`: share of the
     experts asked for since this reply began that were in a slot; 1 where all are resident. `peak_memory_bytes`: the
-    most MLX has held since the process began.
+    most MLX has held since the process began. `top_logprobs`: the most probable tokens in its place and their
+    log-probabilities, the first one first, as many as the request asked for.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Chunk:
     tokens_per_s: float
     expert_hit_rate: float
     peak_memory_bytes: int
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -68,6 +70,10 @@ class ReplyOptions(TypedDict, total=False):
     top_k: int
     min_p: float
     repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    top_logprobs: int
     seed: int | None
     stop: str | Iterable[str]
 
@@ -135,42 +141,33 @@ class Replier:
 
         `heard(token, text)` is told each token before its chunk is handed out.
         """
-        text = TextStream(self._tokenizer, tokens, settings.stop)
-        room = self.room(tokens, settings)
-        meter = _Meter(self._lookups, len(tokens))
+        reply = self.begin(tokens, settings)
         run = self.decoder.reuse(tokens, cache) if seen == 0 else None
-        meter.reused = seen = seen if run is None else run.seen
+        reply.reused = seen = seen if run is None else run.seen
         sampler = Sampler(settings.sampling)
-        said: list[int] = []
         try:
             self.decoder.prefill(tokens[seen:-1], cache, run)
         except MemoryPressureError:
-            yield Chunk("", -1, 0.0, "memory", **meter.reading())
+            yield reply.unsaid()
             return
         for sampled in self.decoder.generate(tokens, cache, sampler):
-            meter.count()
-            said.append(sampled.token)
-            ended = self.ends_text(sampled.token)
-            shown = "" if ended else text.add(sampled.token)
-            full, short = meter.generated == room, self.decoder.must_finish
-            if ended or text.stopped or full or short:
-                shown += text.finish()  # the rest that was held back may itself complete a stop string
-            reason: FinishReason | None = None
-            if ended or text.stopped:
-                reason = "stop"
-            elif full or short:
-                reason = "length" if full else "memory"
-            heard(sampled.token, shown)
-            yield Chunk(shown, sampled.token, sampled.logprob, reason, **meter.reading())
-            if reason is not None:
+            chunk = reply.say(sampled, short=self.decoder.must_finish)
+            heard(sampled.token, chunk.text)
+            yield chunk
+            if chunk.finish_reason is not None:
                 if run is not None:
-                    self._keep_for_others(run, [*tokens[-1:], *said[:-1]], cache)
+                    self.keep_for_others(run, reply, cache)
                 return
 
-    def _keep_for_others(self, run: PrefixRun, tokens: Sequence[int], cache: Cache) -> None:
+    def begin(self, tokens: Sequence[int], settings: ReplySettings) -> Reply:
+        """A reply to `tokens` of which nothing is said yet."""
+        text = TextStream(self._tokenizer, tokens, settings.stop)
+        return Reply(tokens, text, self._tokenizer.eos_token_ids, self.room(tokens, settings), self._lookups)
+
+    def keep_for_others(self, run: PrefixRun, reply: Reply, cache: Cache) -> None:
         """Note a reply in the prefix store. The reply is whole, whatever becomes of that: nothing is raised."""
         try:
-            self.decoder.note_reply(run, tokens, cache)
+            self.decoder.note_reply(run, [*reply.prompt[-1:], *reply.said[:-1]], cache)
         except MlxMoeError as error:  # the engine was closed when the last chunk was seen, to name one
             logger.info("A reply is not kept for other prompts: %s", error)
 
@@ -179,34 +176,68 @@ class Replier:
         return token in self._tokenizer.eos_token_ids
 
 
-class _Meter:
-    """Times and counts of one reply."""
+class Reply:
+    """One reply while it is said: its text, its end, its times and counts. Knows nothing of how tokens come about.
 
-    def __init__(self, lookups: Callable[[], tuple[int, int]], prompt_tokens: int) -> None:
+    `prompt`: the prompt's tokens, `said`: the reply's so far; `room`: the most that it may have. `reused`: tokens of
+    the prompt that were not prefilled. `ends`: the model's end-of-text tokens.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        text: TextStream,
+        ends: Collection[int],
+        room: int,
+        lookups: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.prompt = prompt
+        self.said: list[int] = []
+        self.room = room
+        self.reused = 0
+        self._text = text
+        self._ends = ends
         self._lookups = lookups
         self._hits, self._misses = lookups()
-        self._prompt_tokens = prompt_tokens
-        self.reused = 0
         self._start = self._first = self._last = time.perf_counter()
-        self.generated = 0
 
-    def count(self) -> None:
-        self.generated += 1
+    def say(self, sampled: Sampled, *, short: bool = False) -> Chunk:
+        """The chunk of the next token. `short`: there may be none after it, because memory is short."""
+        self._count(sampled.token)
+        ended = sampled.token in self._ends
+        shown = "" if ended else self._text.add(sampled.token)
+        full = len(self.said) == self.room
+        if ended or self._text.stopped or full or short:
+            shown += self._text.finish()  # the rest that was held back may itself complete a stop string
+        reason: FinishReason | None = None
+        if ended or self._text.stopped:
+            reason = "stop"
+        elif full or short:
+            reason = "length" if full else "memory"
+        return Chunk(shown, sampled.token, sampled.logprob, reason, **self._reading(), top_logprobs=sampled.top)
+
+    def unsaid(self, reason: FinishReason = "memory") -> Chunk:
+        """The only chunk of a reply that says nothing, or the last of one that is cut short between two tokens."""
+        text = self._text.finish() if self.said else ""
+        return Chunk(text, -1, 0.0, reason, **self._reading())
+
+    def _count(self, token: int) -> None:
+        self.said.append(token)
         self._last = time.perf_counter()
-        if self.generated == 1:
+        if len(self.said) == 1:
             self._first = self._last
 
-    def reading(self) -> dict[str, Any]:
+    def _reading(self) -> dict[str, Any]:
         """Chunk's fields of the same names."""
         hits, misses = self._lookups()
         ttft_s, decode_s = self._first - self._start, self._last - self._first
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": len(self.prompt),
             "reused_tokens": self.reused,
-            "generated_tokens": self.generated,
+            "generated_tokens": len(self.said),
             "ttft_s": ttft_s,
-            "prompt_tokens_per_s": (self._prompt_tokens - self.reused) / ttft_s if ttft_s > 0 else 0.0,
-            "tokens_per_s": (self.generated - 1) / decode_s if decode_s > 0 else 0.0,
+            "prompt_tokens_per_s": (len(self.prompt) - self.reused) / ttft_s if ttft_s > 0 else 0.0,
+            "tokens_per_s": (len(self.said) - 1) / decode_s if decode_s > 0 else 0.0,
             "expert_hit_rate": hit_rate(hits - self._hits, misses - self._misses),
             "peak_memory_bytes": mx.get_peak_memory(),
         }

@@ -64,6 +64,7 @@ class Session:
         Raises PromptError or SamplingError at once, RequestError while an earlier reply is still being streamed.
         """
         settings = ReplySettings.check(**options)
+        settings.sampling.refuse_beyond(self._prompts.vocab)
         if self._turn_lock.locked():
             raise RequestError(BUSY)
         return self._turn(prompt, self._turn_tokens(prompt), len(self.messages), settings)

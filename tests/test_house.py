@@ -18,7 +18,7 @@ FLOORS = [
     ["__init__"],
     ["tuning"],
     ["verify", "engine", "doctor"],
-    ["session"],
+    ["session", "batch"],
     ["reply", "loading"],
     ["tuned"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],

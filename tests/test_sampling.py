@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlxmoe import SamplingError, load
-from mlxmoe.sampling import Sampled, Sampler, SamplingSettings
+from mlxmoe import Engine, SamplingError, load
+from mlxmoe.sampling import Sampler, SamplingSettings
 
 LOGITS = mx.random.normal((1, 50), key=mx.random.key(5)) * 3
 
@@ -35,6 +35,14 @@ LOGITS = mx.random.normal((1, 50), key=mx.random.key(5)) * 3
         {"seed": -1},
         {"seed": 2**64},
         {"seed": 1.5},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": "much"},
+        {"logit_bias": {"7": 1}},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {7: 101}},
+        {"logit_bias": [7]},
+        {"top_logprobs": 21},
+        {"top_logprobs": -1},
     ],
 )
 def test_a_value_out_of_range_is_named(bad: dict[str, Any]) -> None:
@@ -66,7 +74,7 @@ def test_draws_are_those_of_mlx_lm_with_the_same_key(settings: dict[str, Any]) -
 
 
 def test_greedy_takes_the_likeliest_and_its_logprob() -> None:
-    token, logprob = Sampled.of(*Sampler(SamplingSettings())(LOGITS, []))
+    token, logprob, _ = Sampler(SamplingSettings())(LOGITS, []).sampled()
     assert token == mx.argmax(LOGITS).item()
     assert logprob == pytest.approx((LOGITS[0, token] - mx.logsumexp(LOGITS)).item())
 
@@ -89,6 +97,57 @@ def test_repetition_penalty_makes_the_same_token_less_likely() -> None:
     worst = int(mx.argmin(LOGITS).item())
     far_back = Sampler(SamplingSettings(repetition_penalty=100.0))(LOGITS, [best] + [worst] * 20)
     assert far_back[0].item() == best, "it looks back 20 tokens"
+
+
+def test_penalties_count_what_the_reply_has_said_and_not_the_prompt() -> None:
+    best = int(mx.argmax(LOGITS).item())
+    sampler = Sampler(SamplingSettings(presence_penalty=1.0, frequency_penalty=0.5, top_logprobs=20))
+    before = dict(sampler(LOGITS, [best]).sampled().top)
+    for _ in range(3):
+        sampler.took(best)
+    after = dict(sampler(LOGITS, [best]).sampled().top)
+    other = next(token for token in after if token != best)
+    fallen = (before[best] - before[other]) - (after[best] - after[other])
+    assert fallen == pytest.approx(1.0 + 3 * 0.5, abs=1e-5)
+
+
+def test_a_bias_moves_a_token_up_and_down() -> None:
+    worst, best = int(mx.argmin(LOGITS).item()), int(mx.argmax(LOGITS).item())
+    assert Sampler(SamplingSettings(logit_bias={worst: 100}))(LOGITS, []).sampled().token == worst
+    assert Sampler(SamplingSettings(logit_bias={best: -100}))(LOGITS, []).sampled().token != best
+
+
+def test_a_bias_on_what_is_no_token_is_refused_before_anything_runs(demo: Engine) -> None:
+    for ask in (demo.stream, demo.session().stream):
+        with pytest.raises(SamplingError, match="2048"):
+            ask("Once", logit_bias={2048: 1.0})
+
+
+def test_the_most_probable_tokens_are_told_with_theirs_in_order() -> None:
+    token, logprob, top = Sampler(SamplingSettings(top_logprobs=5))(LOGITS, []).sampled()
+    logprobs = (LOGITS[0] - mx.logsumexp(LOGITS)).tolist()
+    expected = sorted(range(50), key=lambda i: -logprobs[i])[:5]  # type: ignore[index]
+    assert [token for token, _ in top] == expected
+    assert top[0] == (token, logprob)
+
+
+def test_a_constraint_decides_what_may_be_drawn_and_hears_what_was() -> None:
+    class OnlyOdd:
+        def __init__(self) -> None:
+            self.heard: list[int] = []
+
+        def allowed(self) -> mx.array | None:
+            return None if self.heard else mx.arange(50) % 2 == 1
+
+        def took(self, token: int) -> None:
+            self.heard.append(token)
+
+    odd = OnlyOdd()
+    sampler = Sampler(SamplingSettings(temperature=5.0, seed=1), odd)
+    assert all(sampler(LOGITS, []).sampled().token % 2 == 1 for _ in range(30))
+    sampler.took(7)
+    assert odd.heard == [7]
+    assert any(sampler(LOGITS, []).sampled().token % 2 == 0 for _ in range(30))
 
 
 def test_the_users_random_state_is_left_alone() -> None:

@@ -22,7 +22,7 @@ from mlxmoe.errors import MemoryBudgetError, MemoryPressureError
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import KV_STEP
-from mlxmoe.sampling import Sampler, SamplingSettings
+from mlxmoe.sampling import Drawn, Sampler, SamplingSettings
 from mlxmoe.tuning.search import Decoded, Point
 
 WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
@@ -181,9 +181,9 @@ class _Reading(Sampler):
         super().__init__(SamplingSettings(seed=0))
         self._text = text
 
-    def __call__(self, logits: mx.array, history: Sequence[int]) -> tuple[mx.array, mx.array]:
-        drawn, logprob = super().__call__(logits, history)
-        return mx.array(self._text.take(1)[0], dtype=drawn.dtype), logprob
+    def __call__(self, logits: mx.array, history: Sequence[int]) -> Drawn:
+        drawn = super().__call__(logits, history)
+        return drawn._replace(token=mx.array(self._text.take(1)[0], dtype=drawn.token.dtype))
 
 
 def _stretched(cache: Any, state: Any, seen: int, tokens: int) -> Any:

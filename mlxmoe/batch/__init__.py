@@ -1,0 +1,1 @@
+"""Several replies computed together over one model: continuous batching, as `Engine.batch()` gives it."""
