@@ -137,7 +137,7 @@ class FakeDesk:
                 yield Failed(script.fail)
                 return
             last = number + 1 == len(said)
-            top = tuple((f"{text}{rank}", -1.0 - rank) for rank in range(job.ask.top_logprobs))
+            top = tuple((f"{text}{rank}", -1.0 - rank) for rank in range(job.ask.options.get("top_logprobs", 0)))
             yield Spoken(_chunk(text, number, number + 1, reason if last else None, script), text, top)
 
 
@@ -169,7 +169,7 @@ def _chunk(text: str, token: int, generated: int, reason: FinishReason | None, s
 def _scores(ask: Ask) -> tuple[Score, ...]:
     prompt = ask.prompt
     texts = list(prompt) if isinstance(prompt, str) else [f"<{token}>" for token in prompt]
-    top = tuple((f"{rank}", -1.0 - rank) for rank in range(ask.top_logprobs))
+    top = tuple((f"{rank}", -1.0 - rank) for rank in range(ask.options.get("top_logprobs", 0)))
     return tuple(Score(i, text, -0.25 if i else None, top if i else ()) for i, text in enumerate(texts))
 
 

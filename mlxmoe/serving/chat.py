@@ -27,7 +27,6 @@ from mlxmoe.serving.shaping import (
     choices_of,
     ending_of,
     is_said,
-    logit_bias_of,
     logprob_of,
     options_of,
     usage_of,
@@ -57,13 +56,9 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, *, client: str, limit_s: 
         template["reasoning_effort"] = request.reasoning_effort
     ask = Ask(
         prompt=[message_of(message) for message in request.messages],
-        options=options_of(request, request.most_tokens),
+        options=options_of(request, request.most_tokens, request.top_logprobs),
         tools=tools or None,
         template=template,
-        frequency_penalty=float(request.frequency_penalty or 0.0),
-        presence_penalty=float(request.presence_penalty or 0.0),
-        logit_bias=logit_bias_of(request),
-        top_logprobs=request.top_logprobs or 0,
         json_schema=request.wanted_schema,
         client=client,
         limit_s=limit_s,

@@ -17,7 +17,6 @@ from mlxmoe.serving.shaping import (
     choices_of,
     ending_of,
     is_said,
-    logit_bias_of,
     options_of,
     usage_of,
 )
@@ -46,11 +45,7 @@ def completion_asks(
         scored = most_tokens == 0 or (request.echo and (request.logprobs is not None or not isinstance(prompt, str)))
         ask = Ask(
             prompt=prompt,
-            options=options_of(request, most_tokens),
-            frequency_penalty=float(request.frequency_penalty or 0.0),
-            presence_penalty=float(request.presence_penalty or 0.0),
-            logit_bias=logit_bias_of(request),
-            top_logprobs=request.logprobs or 0,
+            options=options_of(request, most_tokens, request.logprobs),
             score_prompt=bool(scored),
             json_schema=request.wanted_schema,
             client=client,

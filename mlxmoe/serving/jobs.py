@@ -34,10 +34,6 @@ class Ask:
     options: ReplyOptions
     tools: Sequence[Mapping[str, Any]] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    top_logprobs: int = 0
     score_prompt: bool = False
     json_schema: Mapping[str, Any] | None = None
     client: str = ""

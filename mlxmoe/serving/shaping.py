@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ def check_choices(request: Sampling, most: int) -> None:
         )
 
 
-def options_of(request: Sampling, most_tokens: int | None) -> ReplyOptions:
+def options_of(request: Sampling, most_tokens: int | None, top: int | None) -> ReplyOptions:
     """OpenAI's defaults: the temperature is 1."""
     options = ReplyOptions(
         temperature=1.0 if request.temperature is None else float(request.temperature),
@@ -43,6 +42,10 @@ def options_of(request: Sampling, most_tokens: int | None) -> ReplyOptions:
         top_k=request.top_k or 0,
         min_p=float(request.min_p or 0.0),
         repetition_penalty=request.repetition_penalty,
+        presence_penalty=float(request.presence_penalty or 0.0),
+        frequency_penalty=float(request.frequency_penalty or 0.0),
+        logit_bias={int(token): float(bias) for token, bias in (request.logit_bias or {}).items() if bias},
+        top_logprobs=top or 0,
         seed=None if request.seed is None else request.seed % 2**64,
         stop=tuple(request.stops),
     )
@@ -57,10 +60,6 @@ def choices_of(ask: Ask, n: int) -> list[Ask]:
     if seed is None:
         return [ask] * n
     return [replace(ask, options={**ask.options, "seed": (seed + number) % 2**64}) for number in range(n)]
-
-
-def logit_bias_of(request: Sampling) -> Mapping[int, float]:
-    return {int(token): float(bias) for token, bias in (request.logit_bias or {}).items() if bias}
 
 
 @dataclass(frozen=True, slots=True)
