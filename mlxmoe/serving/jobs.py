@@ -65,7 +65,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A token of the reply. `token_text`: the token by itself. `top`: the most probable tokens then, with texts."""
+    """A token of the reply. `token_text`: the token by itself, empty for the end of text, which is not said. `top`:
+    the most probable tokens then, with texts."""
 
     chunk: Chunk
     token_text: str = ""
@@ -159,7 +160,8 @@ class Desk(Protocol):
 
         Raises SamplingError for options that make no sense, QueueFullError where too many wait, MemoryPressureError
         while nothing new is begun, EngineClosedError while the server ends. What is wrong with the prompt, or does
-        not fit, comes as Failed: a PromptError or MemoryBudgetError.
+        not fit, comes as Failed: a PromptError, ContextError where it is longer than the context, or
+        MemoryBudgetError.
         """
 
     def status(self, *, heat: bool = False) -> Status:

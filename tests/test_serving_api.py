@@ -1,0 +1,391 @@
+"""What is asked for in OpenAI's words reaches the desk, and what comes back has OpenAI's shapes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_desk import FACTS, FakeDesk, Script
+from serving_clients import Local, events
+
+from mlxmoe.errors import PromptError
+from mlxmoe.serving.jobs import Ask
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Jena"}}</tool_call>'
+
+
+def asked(**request: Any) -> Ask:
+    """What the desk is asked for by a chat request."""
+    server = Local()
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request})
+    assert answer.status_code == 200, answer.text
+    return server.desk.jobs[0].ask
+
+
+def test_a_chat_request_reaches_the_desk_whole() -> None:
+    ask = asked(
+        temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1, frequency_penalty=1, seed=-1,
+        presence_penalty=-1, logit_bias={"7": -100, "8": 0}, stop=["a", "b"], max_tokens=9, top_logprobs=3,
+        chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low", tools=[TOOL],
+    )  # fmt: skip
+    assert ask.options == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+        "seed": 2**64 - 1, "stop": ("a", "b"), "max_tokens": 9, "frequency_penalty": 1.0, "presence_penalty": -1.0,
+        "logit_bias": {7: -100.0}, "top_logprobs": 3,
+    }  # fmt: skip
+    assert ask.template == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert ask.tools is not None
+    assert [tool["function"]["name"] for tool in ask.tools] == ["weather"]
+    assert ask.limit_s == 1800.0
+
+
+def test_what_is_left_out_has_openai_s_defaults() -> None:
+    ask = asked()
+    assert ask.options["temperature"] == 1.0
+    assert "max_tokens" not in ask.options, "as many as the server grants"
+    assert (ask.tools, ask.json_schema, ask.score_prompt) == (None, None, False)
+
+
+def test_the_newer_name_of_the_token_limit_wins() -> None:
+    assert asked(max_tokens=5, max_completion_tokens=2).options["max_tokens"] == 2
+
+
+def test_several_replies_with_a_seed_have_different_seeds() -> None:
+    server = Local()
+    assert server.chat(n=3, seed=7).status_code == 200
+    assert [job.ask.options["seed"] for job in server.desk.jobs] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("response_format", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}, {"type": "array"}),
+    ],
+)
+def test_a_response_format_is_a_schema_for_the_desk(response_format: Any, schema: Any) -> None:
+    assert asked(response_format=response_format).json_schema == schema
+
+
+def test_messages_are_made_as_templates_take_them() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Jena"}'}}
+    ask = asked(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            {"role": "user", "content": "Weather?", "name": "Jo"},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": [call]},
+            {"role": "tool", "content": "Rain", "tool_call_id": "call_1"},
+        ]
+    )
+    function = {"name": "weather", "arguments": {"city": "Jena"}}
+    assert ask.prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?", "name": "Jo"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "Rain", "tool_call_id": "call_1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"n": 9}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities.1"),
+        ({"functions": []}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),
+        ({"min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(request_: dict[str, Any], param: str) -> None:
+    server = Local()
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request_})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert server.desk.jobs == []
+
+
+def test_harmless_unknown_fields_are_passed_over() -> None:
+    asked(store=False, metadata={"a": "b"}, service_tier="auto", something=1, modalities=["text"], ignore_eos=False)
+
+
+def test_a_model_without_tools_says_so() -> None:
+    answer = Local(FakeDesk(model=replace(FACTS, tool_calls=None))).chat(tools=[TOOL])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_tools_that_may_not_be_called_do_not_reach_the_model() -> None:
+    server = Local(FakeDesk(Script(tokens=[CALL])))
+    answer = server.chat(tools=[TOOL], tool_choice="none").json()
+    assert server.desk.jobs[0].ask.tools is None
+    assert answer["choices"][0]["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize("model", [None, "default", "tiny/chat-moe", ""])
+def test_the_model_goes_by_its_name_or_by_none(model: str | None) -> None:
+    answer = Local().chat(model=model)
+    assert (answer.status_code, answer.json()["model"]) == (200, "tiny/chat-moe")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_another_model_is_not_found(path: str) -> None:
+    body = {"model": "gpt-9", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = Local().post(path, body)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_usage_counts_a_prompt_once_and_every_reply() -> None:
+    usage = Local(FakeDesk(Script(reused=4))).chat(n=2).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, 10, 17)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_a_stream_and_a_whole_answer_say_the_same() -> None:
+    script = Script(tokens=["<thi", "nk>Hm", "</think>", "So. ", CALL, " ", CALL])
+    whole = Local(FakeDesk(script)).chat(tools=[TOOL]).json()["choices"][0]
+    told = events(Local(FakeDesk(script)).chat(tools=[TOOL], stream=True))
+    deltas = [event["choices"][0]["delta"] for event in told]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["message"]["content"] == "So. "
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert reasoning == whole["message"]["reasoning_content"] == "Hm"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "Jena"}] * 2
+    assert [call["function"] for call in whole["message"]["tool_calls"]] == [call["function"] for call in calls]
+    assert told[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert all(event["object"] == "chat.completion.chunk" for event in told)
+    assert len({event["id"] for event in told}) == 1
+
+
+def test_a_reply_of_calls_alone_has_no_content() -> None:
+    message = Local(FakeDesk(Script(tokens=[CALL]))).chat(tools=[TOOL]).json()["choices"][0]["message"]
+    assert message["content"] is None
+
+
+def test_where_one_call_is_wanted_the_reply_ends_with_it() -> None:
+    desk = FakeDesk(Script(tokens=[CALL, CALL, "more"], delay_s=0.05))
+    choice = Local(desk).chat(tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    assert desk.jobs[0].cancelled.is_set()
+
+
+def test_reasoning_tokens_are_counted() -> None:
+    usage = Local(FakeDesk(Script(tokens=["a", "b", "</think>", "c"], thinks=True))).chat().json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_usage_comes_last_in_a_stream_that_asks_for_it() -> None:
+    told = events(Local().chat(stream=True, stream_options={"include_usage": True}))
+    assert told[-1]["choices"] == []
+    assert told[-1]["usage"]["total_tokens"] == 12
+    assert all(event["usage"] is None for event in told[:-1])
+    assert "usage" not in events(Local().chat(stream=True))[-1]
+
+
+def test_an_end_by_lack_of_memory_is_told_as_length_and_what_it_was() -> None:
+    choice = Local(FakeDesk(Script(reason="memory"))).chat().json()["choices"][0]
+    assert (choice["finish_reason"], choice["mlxmoe"]) == ("length", {"finish_reason": "memory"})
+
+
+def test_log_probabilities_of_chat_are_with_the_token_s_bytes_and_its_rivals() -> None:
+    desk = FakeDesk(Script(tokens=["ä", "b"]))
+    content = Local(desk).chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["ä", "b"]
+    assert content[0]["bytes"] == [0xC3, 0xA4]
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-1.0, -2.0]
+
+
+def test_log_probabilities_in_a_stream_are_told_once_each() -> None:
+    told = events(Local(FakeDesk(Script(tokens=["a <th", "ink", " b"]))).chat(stream=True, logprobs=True))
+    lists = [event["choices"][0]["logprobs"] for event in told]
+    assert [entry["token"] for one in lists if one for entry in one["content"]] == ["a <th", "ink", " b"]
+
+
+def test_what_cannot_be_has_a_log_probability_that_json_can_hold() -> None:
+    desk = FakeDesk(Script(logprob=float("-inf")))
+    assert Local(desk).chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_a_lone_surrogate_of_the_model_breaks_no_answer() -> None:
+    assert Local(FakeDesk(Script(tokens=["\ud800"]))).chat().status_code == 200
+
+
+def test_completions_have_the_old_shape() -> None:
+    answer = Local().complete(logprobs=1, max_tokens=2).json()
+    choice = answer["choices"][0]
+    assert answer["object"] == "text_completion"
+    assert (choice["text"], choice["finish_reason"]) == ("Hello there", "length")
+    assert choice["logprobs"] == {
+        "tokens": ["Hello", " there"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"Hello0": -1.0}, {" there0": -1.0}],
+        "text_offset": [0, 5],
+    }
+
+
+def test_completions_have_sixteen_tokens_unless_said() -> None:
+    server = Local()
+    server.complete()
+    assert server.desk.jobs[0].ask.options["max_tokens"] == 16
+
+
+def test_an_echo_is_the_prompt_and_its_log_probabilities() -> None:
+    choice = Local().complete("Hi", echo=True, logprobs=1, max_tokens=1).json()["choices"][0]
+    assert choice["text"] == "HiHello"
+    assert choice["logprobs"]["tokens"] == ["H", "i", "Hello"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.5]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+def test_a_prompt_can_be_scored_without_a_reply() -> None:
+    server = Local()
+    choice = server.complete([5, 6], echo=True, logprobs=1, max_tokens=0).json()["choices"][0]
+    assert server.desk.jobs[0].ask.score_prompt
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("<5><6>", ["<5>", "<6>"])
+
+
+def test_several_prompts_are_as_many_choices_in_order() -> None:
+    server = Local(FakeDesk(lambda ask: Script(tokens=[f"{ask.prompt}"])))
+    answer = server.complete(["a", "b"], n=2).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "a"), (1, "a"), (2, "b"), (3, "b"),
+    ]  # fmt: skip
+    assert answer["usage"]["prompt_tokens"] == 14
+    assert server.complete(["a", "b", "c"], n=4).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "request_", [{"suffix": "x"}, {"best_of": 3}, {"prompt": ""}, {"prompt": [[]]}, {"logprobs": 21}]
+)
+def test_completions_refuse_by_name(request_: dict[str, Any]) -> None:
+    answer = Local().complete(**request_)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split(".")[0] in request_
+
+
+def test_streamed_completions_say_the_same_as_whole_ones() -> None:
+    whole = Local().complete(n=2, echo=True).json()
+    told = events(Local().complete(n=2, echo=True, stream=True))
+    for index in (0, 1):
+        text = "".join(c["text"] for event in told for c in event["choices"] if c["index"] == index)
+        assert text == whole["choices"][index]["text"] == "HiHello there, friend."
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event_and_its_end() -> None:
+    text = Local(FakeDesk(Script(fail=PromptError("gone"), fail_after=2))).chat(stream=True).text
+    last = text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
+    assert "[DONE]" not in text
+
+
+def test_where_one_of_several_fails_the_others_are_cancelled() -> None:
+    scripts = iter([Script(delay_s=0.2), Script(fail=PromptError("no"))])
+    desk = FakeDesk(lambda ask: next(scripts))
+    assert Local(desk).chat(n=2).status_code == 400
+    assert desk.jobs[0].cancelled.is_set()
+
+
+def test_models_are_listed_and_found_by_names_with_slashes() -> None:
+    server = Local()
+    card = server.get("/v1/models").json()["data"][0]
+    assert card["id"] == "tiny/chat-moe"
+    assert server.get("/v1/models/tiny/chat-moe").json() == card
+    assert server.get("/v1/models/tiny/other").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_known_paths_that_are_not_supported_say_what_to_do(path: str) -> None:
+    answer = Local().post(path, {"input": "x"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "unsupported_endpoint"
+
+
+def test_unknown_paths_and_methods_are_told_in_openai_s_form() -> None:
+    server = Local()
+    assert server.post("/v1/nothing", {}).json()["error"]["code"] == "not_found"
+    wrong = server.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert server.get("/docs").status_code == server.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("state", "accepts", "code", "word"),
+    [
+        ("ready", True, 200, "ok"),
+        ("unloaded", True, 200, "ok"),
+        ("ready", False, 200, "refusing"),
+        ("loading", False, 503, "loading"),
+        ("failed", False, 503, "failed"),
+        ("draining", False, 503, "draining"),
+    ],
+)
+def test_health_says_whether_requests_are_answered(state: Any, accepts: bool, code: int, word: str) -> None:
+    server = Local()
+    server.desk.state, server.desk.accepts, server.desk.reason = state, accepts, "cannot read /models/x"
+    answer = server.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (code, word)
+    assert "/models" not in answer.text
+
+
+def test_metrics_tell_of_the_desk_and_of_requests() -> None:
+    server = Local()
+    server.desk.pressure = "warning"
+    server.chat()
+    server.get("/nothing/at/all")
+    text = server.get("/metrics").text
+    for line in (
+        'mlxmoe_http_requests_total{route="/v1/chat/completions",status="200"} 1.0',
+        'mlxmoe_http_requests_total{route="none",status="404"} 1.0',
+        "mlxmoe_memory_pressure 1.0",
+        'mlxmoe_memory_bytes{part="experts"} 8.589934592e+09',
+        "mlxmoe_expert_hit_rate 0.75",
+        "mlxmoe_ttft_seconds_count 1.0",
+        "mlxmoe_request_duration_seconds_count 1.0",
+        "mlxmoe_queued 2.0",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_two_apps_count_for_themselves() -> None:
+    first, second = Local(), Local()
+    first.chat()
+    assert "mlxmoe_ttft_seconds_count 0.0" in second.get("/metrics").text
+
+
+def test_the_panel_has_the_heat_where_it_is_asked_for_and_only_what_json_has() -> None:
+    server = Local()
+    assert server.get("/api/status").json()["heat"] == []
+    panel = server.get("/api/status?heat=1").json()
+    assert panel["heat"] == [[0.5, None]]
+    assert panel["memory"]["bank_bytes"] == 8 * 2**30
+    assert panel["model"]["name"] == "tiny/chat-moe"
