@@ -26,6 +26,10 @@ import mlxmoe
 
 PAGE = Path(mlxmoe.__file__).parent / "serving" / "page"
 LAYERS, EXPERTS, RESIDENT = 48, 128, 84
+LUCK = random.Random(7)
+SKEW = [[LUCK.random() ** 5 for _ in range(EXPERTS)] for _ in range(LAYERS)]
+WORTH = [[one + 0.2 * LUCK.random() for one in row] for row in SKEW]
+IN_MEMORY = [[one >= sorted(row)[EXPERTS - RESIDENT] for one in row] for row in WORTH]
 ANSWER = """Experts that were wanted lately stay in memory; the others wait on the disk. Three things follow:
 
 1. **The first words are slow.** Nothing is known yet of what this text will need.
@@ -89,9 +93,9 @@ def make_app(script: Script) -> FastAPI:
         return {"object": "list", "data": [model]}
 
     @app.get("/api/status")
-    def status() -> dict[str, Any]:
+    async def status() -> Response:
         script.polls += 1
-        return make_status(script)
+        return Response(json.dumps(make_status(script)), media_type="application/json")
 
     @app.post("/v1/chat/completions")
     @app.post("/v1/completions")
@@ -149,13 +153,8 @@ def event(chat: bool, delta: dict[str, str], finish: str | None = None) -> str:
 
 def make_status(script: Script) -> dict[str, Any]:
     now = time.monotonic()
-    wanted = random.Random(7)
-    skew = [[wanted.random() ** 5 for _ in range(EXPERTS)] for _ in range(LAYERS)]
     lately = random.Random(int(now))
-    heat = [[min(1.0, one * (0.75 + 0.25 * lately.random())) for one in row] for row in skew]
-    worth = [[one + 0.2 * wanted.random() for one in row] for row in skew]
-    bars = [sorted(row)[EXPERTS - RESIDENT] for row in worth]
-    resident = [[one >= bar for one in row] for row, bar in zip(worth, bars, strict=True)]
+    heat = [[round(one * (0.75 + 0.25 * lately.random()), 3) for one in row] for row in SKEW]
     layers = [{"path": f"model.layers.{number}.mlp.switch_mlp", "num_experts": EXPERTS} for number in range(LAYERS)]
     plan = {
         "trunk_bytes": 1_740_000_000, "expert_bytes": 15_460_000_000, "bank_bytes": 13_200_000_000,
@@ -167,7 +166,7 @@ def make_status(script: Script) -> dict[str, Any]:
         "state": script.state, "accepts": script.state == "ready", "reason": "" if script.state == "ready" else "It ends.",
         "queued": 2, "active": 3, "best_batch": 6, "pressure": "normal", "replies": 412, "tokens": 123_456,
         "tokens_per_s": 21.4 + 6 * math.sin(now / 5) + lately.random(), "prompt_tokens": 900_000, "refused": 5,
-        "uptime_s": 11_520.0, "heat": heat, "resident": resident,
+        "uptime_s": 11_520.0, "heat": heat, "resident": IN_MEMORY,
         "memory": {"plan": plan, "bank_bytes": 13_200_000_000, "kv_bytes": 3_220_000_000, "reading": {}, "usable_bytes": 0},
         "stats": {"hits": 943_000 + int(now * 96), "misses": 57_000 + int(now * 4), "hit_rate": 0.943, "layers": layers},
     }  # fmt: skip

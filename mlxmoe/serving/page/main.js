@@ -283,7 +283,10 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]") && !event.isComposing) stop();
 });
 addEventListener("pagehide", () => {
-  for (const { conversation } of running.values()) store.save(conversation);
+  for (const reply of running.values()) {
+    reply.leave();
+    store.save(reply.conversation);
+  }
 });
 addEventListener("beforeunload", (event) => {
   if (store.storage && store.unsaved.size) event.preventDefault();

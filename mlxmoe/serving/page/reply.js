@@ -9,11 +9,19 @@ export class Reply {
     this.changed = changed;
     this.ended = ended;
     this.controller = new AbortController();
+    this.left = false;
     this.started = null; // seconds, when the first token came
     this.promise = this.run(api, model, settings);
   }
 
   stop() {
+    this.controller.abort();
+  }
+
+  // The page goes away, and the connection with it.
+  leave() {
+    this.left = true;
+    this.message.state = "left";
     this.controller.abort();
   }
 
@@ -28,7 +36,7 @@ export class Reply {
       for await (const chunk of chunks) this.take(chunk);
       message.state = "done";
     } catch (error) {
-      message.state = this.controller.signal.aborted ? "stopped" : "failed";
+      message.state = this.left ? "left" : this.controller.signal.aborted ? "stopped" : "failed";
       if (message.state === "failed") message.error = { words: error.message, again: error.again ?? true };
     }
     delete message.queued;

@@ -9,6 +9,7 @@ export class SettingsDialog {
     this.key = key;
     this.dialog = byId("settings");
     byId("open-settings").addEventListener("click", () => this.open());
+    cancels(this.dialog);
     this.dialog.addEventListener("close", () => this.dialog.returnValue === "save" && this.save());
     byId("forget-key").addEventListener("click", () => {
       key.forget();
@@ -37,11 +38,17 @@ export class SettingsDialog {
   }
 }
 
+// Its button closes the dialog without a word.
+function cancels(dialog) {
+  dialog.querySelector(".cancel").onclick = () => dialog.close("cancel");
+}
+
 // Ask for an API key: true once there is one. `wrong`: the one we had was refused.
 export function askKey(key, wrong) {
   const dialog = byId("ask-key");
   byId("key-words").textContent = wrong ? "The server does not know this key." : "This server wants a key. Whoever runs it can give you one.";
   byId("key").value = "";
+  cancels(dialog);
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
