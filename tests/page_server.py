@@ -28,7 +28,7 @@ PAGE = Path(mlxmoe.__file__).parent / "serving" / "page"
 LAYERS, EXPERTS, RESIDENT = 48, 128, 84
 LUCK = random.Random(7)
 SKEW = [[LUCK.random() ** 5 for _ in range(EXPERTS)] for _ in range(LAYERS)]
-WORTH = [[one + 0.2 * LUCK.random() for one in row] for row in SKEW]
+WORTH = [[one + 0.6 * LUCK.random() for one in row] for row in SKEW]
 IN_MEMORY = [[one >= sorted(row)[EXPERTS - RESIDENT] for one in row] for row in WORTH]
 ANSWER = """Experts that were wanted lately stay in memory; the others wait on the disk. Three things follow:
 

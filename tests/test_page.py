@@ -198,7 +198,7 @@ def test_hostile_markdown_takes_no_long_time(visit: Callable[..., Any]) -> None:
         """async () => {
             const { markdown } = await import("/page/markdown.js");
             const texts = ["[", "*a ", "**", "_a", "`", "> ", "- ", "  - a\\n", "![](", "<http://", "|-", "a*_", "\\\\"];
-            const times = texts.map((text) => { const began = performance.now(); markdown(text.repeat(20000)); return performance.now() - began; });
+            const times = texts.map((text) => { const began = performance.now(); markdown(text.repeat(10000)); return performance.now() - began; });
             return Math.max(...times);
         }"""
     )

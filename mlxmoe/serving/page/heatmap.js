@@ -33,7 +33,7 @@ export class Heatmap {
     const ramp = (cold, hot) => Array.from({ length: LEVELS }, (_, level) => mix(cold, hot, level / (LEVELS - 1)));
     this.inMemory = ramp(colour("--in-cold"), colour("--in-hot"));
     this.onDisk = ramp(colour("--out-cold"), colour("--out-hot"));
-    this.outline = mix(colour("--text"), colour("--text"), 0);
+    this.outline = `rgb(${colour("--text").join(" ")})`;
     this.draw();
   }
 
@@ -70,7 +70,7 @@ export class Heatmap {
     const room = this.canvas.parentElement.clientWidth * scale;
     this.width = Math.max(room / columns, LEAST * scale);
     this.height = Math.round(Math.min(14, Math.max(3, 250 / rows)) * scale);
-    this.canvas.width = Math.floor(this.width * columns);
+    this.canvas.width = Math.round(this.width * columns);
     this.canvas.height = this.height * rows;
     this.canvas.style.width = `${this.canvas.width / scale}px`;
     this.canvas.style.height = `${this.canvas.height / scale}px`;
@@ -78,13 +78,22 @@ export class Heatmap {
   }
 
   paint(context) {
+    const image = context.createImageData(this.canvas.width, this.canvas.height);
+    const pixels = new Uint32Array(image.data.buffer);
     const gap = this.width >= 5 && this.height >= 5 ? 1 : 0;
-    this.heat.forEach((row, layer) => row.forEach((heat, expert) => {
-      const ramp = this.resident[layer]?.[expert] ? this.inMemory : this.onDisk;
-      context.fillStyle = ramp[Math.round(Math.min(1, Math.max(0, heat)) * (LEVELS - 1))];
-      const left = Math.round(expert * this.width); // on whole pixels: some cells are one wider than others
-      context.fillRect(left, layer * this.height, Math.round((expert + 1) * this.width) - left - gap, this.height - gap);
-    }));
+    this.heat.forEach((row, layer) => {
+      const top = layer * this.height * image.width;
+      row.forEach((heat, expert) => {
+        const ramp = this.resident[layer]?.[expert] ? this.inMemory : this.onDisk;
+        const left = Math.round(expert * this.width); // on whole pixels: some cells are one wider than others
+        const level = Math.round(Math.min(1, Math.max(0, heat)) * (LEVELS - 1));
+        pixels.fill(ramp[level], top + left, top + Math.round((expert + 1) * this.width) - gap);
+      });
+      for (let line = 1; line < this.height - gap; line++) {
+        pixels.copyWithin(top + line * image.width, top, top + image.width);
+      }
+    });
+    context.putImageData(image, 0, 0);
     if (!this.at) return;
     context.strokeStyle = this.outline;
     context.lineWidth = 2;
@@ -125,7 +134,8 @@ export class Heatmap {
   }
 }
 
+// A pixel between two colours.
 function mix(cold, hot, share) {
   const parts = cold.map((part, index) => Math.round(part + (hot[index] - part) * share));
-  return `rgb(${parts.join(" ")})`;
+  return new Uint32Array(new Uint8Array([...parts, 255]).buffer)[0];
 }

@@ -2,19 +2,26 @@
 
 import { el } from "./dom.js";
 
-const FAR = 2000; // characters within which what was opened has to be closed: keeps hostile text linear
+const FAR = 1000; // characters within which what was opened has to be closed: keeps hostile text linear
 const DEEP = 12;
+const SPECIAL = /[\n\\`![<*_~]|https?:/g;
 const MARKS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
 export function inline(text, depth = 0) {
   const nodes = [];
+  const searched = {}; // mark -> up to where none closes it: nothing is searched twice
   let plain = "";
   const flush = () => {
     if (plain) nodes.push(document.createTextNode(plain));
     plain = "";
   };
   for (let at = 0; at < text.length; ) {
-    const found = depth < DEEP ? special(text, at, depth) : null;
+    SPECIAL.lastIndex = at;
+    const next = depth < DEEP ? (SPECIAL.exec(text)?.index ?? text.length) : text.length;
+    plain += text.slice(at, next);
+    at = next;
+    if (at === text.length) break;
+    const found = special(text, at, depth, searched);
     if (!found) {
       plain += text[at++];
       continue;
@@ -31,7 +38,7 @@ export function inline(text, depth = 0) {
 }
 
 // What begins at `at`, if it is more than a character: its node or text, and where it ends.
-function special(text, at, depth) {
+function special(text, at, depth, searched) {
   switch (text[at]) {
     case "\n":
       return { node: el("br"), end: at + 1 };
@@ -49,7 +56,7 @@ function special(text, at, depth) {
     case "*":
     case "_":
     case "~":
-      return emphasis(text, at, depth);
+      return emphasis(text, at, depth, searched);
     default:
       return null;
   }
@@ -108,10 +115,10 @@ function linkTo(href, label) {
   return el("a", { href, rel: "noopener noreferrer", target: "_blank", title: href }, ...label);
 }
 
-function emphasis(text, at, depth) {
+function emphasis(text, at, depth, searched) {
   const two = text.slice(at, at + 2);
   for (const mark of two in MARKS ? [two, two[0]] : [two[0]]) {
-    const end = mark in MARKS ? closing(text, at, mark) : -1;
+    const end = mark in MARKS ? closing(text, at, mark, searched) : -1;
     if (end < 0) continue;
     const node = el(MARKS[mark], {}, ...inline(text.slice(at + mark.length, end), depth + 1));
     return { node, end: end + mark.length };
@@ -121,11 +128,12 @@ function emphasis(text, at, depth) {
 }
 
 // Where the mark that opens at `at` is closed, or -1. Marks hug their words; `_` is none within a word.
-function closing(text, at, mark) {
+function closing(text, at, mark, searched) {
   const begin = at + mark.length;
   const word = (character) => /[\p{L}\p{N}]/u.test(character ?? "");
   if (!text[begin] || /\s/.test(text[begin]) || (mark[0] === "_" && word(text[at - 1]))) return -1;
-  for (let end = text.indexOf(mark, begin + 1); end > 0 && end - at < FAR; end = text.indexOf(mark, end + 1)) {
+  let end = text.indexOf(mark, Math.max(begin + 1, searched[mark] ?? 0));
+  for (; end > 0 && end - at < FAR; end = text.indexOf(mark, end + 1)) {
     if (/[\s\\]/.test(text[end - 1])) continue;
     if (mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark)) {
       if (text[end + 1] === mark) end++;
@@ -135,5 +143,6 @@ function closing(text, at, mark) {
     if (mark[0] === "_" && word(text[end + mark.length])) continue;
     return end;
   }
+  searched[mark] = end < 0 ? text.length : end;
   return -1;
 }

@@ -5,6 +5,7 @@ import { GrowingMarkdown } from "./markdown.js";
 import { rate, several } from "./words.js";
 
 const NEAR = 48; // pixels from the bottom that count as at the bottom
+const ENOUGH = 8; // tokens that a rate can be told from
 
 export class Thread {
   // `acts`: again(message), edit(message, text).
@@ -199,7 +200,7 @@ class Written {
     const row = el("div", { class: "actions" });
     if (message.content) row.append(copyButton("Copy this reply", () => message.content));
     if (!message.error) row.append(again);
-    const measured = message.tokens > 1 && message.seconds > 0 ? ` at ${rate((message.tokens - 1) / message.seconds)} tok/s` : "";
+    const measured = message.tokens >= ENOUGH && message.seconds > 0 ? ` at ${rate((message.tokens - 1) / message.seconds)} tok/s` : "";
     if (message.tokens) row.append(el("span", { class: "measured" }, several(message.tokens, "token") + measured));
     return row;
   }
