@@ -55,7 +55,9 @@ def visit(browser: Any, script: Script, address: str) -> Iterator[Callable[..., 
     wrong: list[str] = []
 
     def open_page(**options: Any) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce", **options})
+        context = browser.new_context(
+            **{"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce", **options}
+        )
         context.set_default_timeout(10_000)
         contexts.append(context)
         page = context.new_page()
@@ -144,7 +146,9 @@ def test_untrusted_text_is_never_markup(visit: Callable[..., Any], script: Scrip
 
 
 def test_no_file_of_the_page_makes_markup_from_text_or_fetches_from_elsewhere() -> None:
-    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML|DOMParser|srcdoc"
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML|DOMParser|srcdoc"
+    )
     for file in PAGE.iterdir():
         text = file.read_text(encoding="utf-8")
         assert not re.search(forbidden, text), file
@@ -187,7 +191,11 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
             }
             return wrong;
         }""",
-        [ANSWER, HOSTILE, "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y"],
+        [
+            ANSWER,
+            HOSTILE,
+            "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y",
+        ],
     )
     assert differing == []
 
@@ -268,7 +276,9 @@ def test_the_keyboard_is_enough(visit: Callable[..., Any], script: Script) -> No
     expect(page.locator("#heat")).to_be_focused()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
-    expect(page.locator("#readout")).to_contain_text(re.compile(r"Layer 1, expert 2: heat \d\.\d\d, (in memory|on disk)"))
+    expect(page.locator("#readout")).to_contain_text(
+        re.compile(r"Layer 1, expert 2: heat \d\.\d\d, (in memory|on disk)")
+    )
     page.keyboard.press("Escape")
     expect(page.locator("#panel")).to_be_hidden()
     expect(page.locator("#open-panel")).to_be_focused()
@@ -287,7 +297,9 @@ def reach(page: Any, name: str, key: str = "Tab") -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_overflows_a_phone(visit: Callable[..., Any], script: Script, scheme: str) -> None:
-    script.answer = "w" * 300 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + " | ".join(["cell"] * 30) + " |\n" + "|-" * 30 + "|"
+    script.answer = (
+        "w" * 300 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + " | ".join(["cell"] * 30) + " |\n" + "|-" * 30 + "|"
+    )
     page = visit(viewport={"width": 360, "height": 640}, color_scheme=scheme)
     widest = "() => Math.max(document.documentElement.scrollWidth, document.querySelector('#scroller').scrollWidth)"
     assert page.evaluate(widest) <= 360
@@ -352,7 +364,9 @@ def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], 
     script.refuse = [(429, 7), (503, 0)]
     page = visit()
     say(page, "Hello")
-    expect(page.locator(".failure")).to_contain_text("The queue is full: too many replies are waiting. Try again in 7 seconds.")
+    expect(page.locator(".failure")).to_contain_text(
+        "The queue is full: too many replies are waiting. Try again in 7 seconds."
+    )
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".failure")).to_contain_text("takes no new work now")
     page.get_by_role("button", name="Try again").click()
@@ -442,7 +456,9 @@ def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callabl
         page.locator("#banner button").click()
     kept = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
     assert kept["conversations"][0]["messages"][1]["content"] == ANSWER
-    page.evaluate("for (const key of Object.keys(localStorage)) if (key.startsWith('filler')) localStorage.removeItem(key)")
+    page.evaluate(
+        "for (const key of Object.keys(localStorage)) if (key.startsWith('filler')) localStorage.removeItem(key)"
+    )
     say(page, "Again")
     done(page)
     expect(page.locator("#banner")).to_be_hidden()
@@ -475,7 +491,10 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[.
     page.press("#prompt", "Enter")
     expect(page.locator(".message")).to_have_count(4)
     done(page)
-    assert [asked["prompt"] for asked in script.asked] == ["In the beginning ", "In the beginning there was **light**"]
+    assert [asked["prompt"] for asked in script.asked] == [
+        "In the beginning ",
+        "In the beginning there was **light**",
+    ]
 
 
 def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], script: Script) -> None:
@@ -492,7 +511,10 @@ def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], sc
     expect(page.locator("#heat-summary")).to_contain_text("48 layers of 128 experts.")
     widths = page.locator("#bar .part").evaluate_all("parts => parts.map(part => part.getBoundingClientRect().width)")
     assert widths[1] / sum(widths) == pytest.approx(13.2 / 22.3, abs=0.03)
-    assert page.locator("#heat").evaluate("map => new Set(map.getContext('2d').getImageData(0, 0, 300, 200).data).size") > 20
+    assert (
+        page.locator("#heat").evaluate("map => new Set(map.getContext('2d').getImageData(0, 0, 300, 200).data).size")
+        > 20
+    )
     script.state = "draining"
     expect(page.locator("#notice")).to_contain_text("No new work is taken")
     page.click("#close-panel")

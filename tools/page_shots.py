@@ -34,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("address", help="of a running server")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder for the pictures (default: docs)")
-    parser.add_argument("--say", default="Why does the speed change while it writes?", help="what is said to the model")
+    parser.add_argument(
+        "--say", default="Why does the speed change while it writes?", help="what is said to the model"
+    )
     parser.add_argument("--watch", type=float, default=25.0, metavar="SECONDS", help="for the panel's curve to grow")
     arguments = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
