@@ -149,7 +149,12 @@ def _card(facts: ModelFacts) -> dict[str, Any]:
         "object": "model",
         "created": facts.created,
         "owned_by": "mlxmoe",
-        "context_length": facts.context,
+        "mlxmoe": {
+            "context": facts.context,
+            "has_chat_template": facts.has_chat_template,
+            "reasoning": facts.reasoning is not None,
+            "tools": facts.tool_calls is not None,
+        },
     }
 
 
