@@ -6,11 +6,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from fake_desk import FACTS, FakeDesk, Script
+from pydantic import BaseModel
 from serving_clients import Local, events
 
 from mlxmoe.errors import PromptError
+from mlxmoe.serving import replies_schema as told
 from mlxmoe.serving.jobs import Ask
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -171,8 +174,8 @@ def test_usage_counts_a_prompt_once_and_every_reply() -> None:
 def test_a_stream_and_a_whole_answer_say_the_same() -> None:
     script = Script(tokens=["<thi", "nk>Hm", "</think>", "So. ", CALL, " ", CALL])
     whole = Local(FakeDesk(script)).chat(tools=[TOOL]).json()["choices"][0]
-    told = events(Local(FakeDesk(script)).chat(tools=[TOOL], stream=True))
-    deltas = [event["choices"][0]["delta"] for event in told]
+    heard = events(Local(FakeDesk(script)).chat(tools=[TOOL], stream=True))
+    deltas = [event["choices"][0]["delta"] for event in heard]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == whole["message"]["content"] == "So. "
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -181,9 +184,9 @@ def test_a_stream_and_a_whole_answer_say_the_same() -> None:
     assert [call["index"] for call in calls] == [0, 1]
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "Jena"}] * 2
     assert [call["function"] for call in whole["message"]["tool_calls"]] == [call["function"] for call in calls]
-    assert told[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "tool_calls"
-    assert all(event["object"] == "chat.completion.chunk" for event in told)
-    assert len({event["id"] for event in told}) == 1
+    assert heard[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert all(event["object"] == "chat.completion.chunk" for event in heard)
+    assert len({event["id"] for event in heard}) == 1
 
 
 def test_a_reply_of_calls_alone_has_no_content() -> None:
@@ -205,10 +208,10 @@ def test_reasoning_tokens_are_counted() -> None:
 
 
 def test_usage_comes_last_in_a_stream_that_asks_for_it() -> None:
-    told = events(Local().chat(stream=True, stream_options={"include_usage": True}))
-    assert told[-1]["choices"] == []
-    assert told[-1]["usage"]["total_tokens"] == 12
-    assert all(event["usage"] is None for event in told[:-1])
+    heard = events(Local().chat(stream=True, stream_options={"include_usage": True}))
+    assert heard[-1]["choices"] == []
+    assert heard[-1]["usage"]["total_tokens"] == 12
+    assert all(event["usage"] is None for event in heard[:-1])
     assert "usage" not in events(Local().chat(stream=True))[-1]
 
 
@@ -226,8 +229,8 @@ def test_log_probabilities_of_chat_are_with_the_token_s_bytes_and_its_rivals() -
 
 
 def test_log_probabilities_in_a_stream_are_told_once_each() -> None:
-    told = events(Local(FakeDesk(Script(tokens=["a <th", "ink", " b"]))).chat(stream=True, logprobs=True))
-    lists = [event["choices"][0]["logprobs"] for event in told]
+    heard = events(Local(FakeDesk(Script(tokens=["a <th", "ink", " b"]))).chat(stream=True, logprobs=True))
+    lists = [event["choices"][0]["logprobs"] for event in heard]
     assert [entry["token"] for one in lists if one for entry in one["content"]] == ["a <th", "ink", " b"]
 
 
@@ -295,9 +298,9 @@ def test_completions_refuse_by_name(request_: dict[str, Any]) -> None:
 
 def test_streamed_completions_say_the_same_as_whole_ones() -> None:
     whole = Local().complete(n=2, echo=True).json()
-    told = events(Local().complete(n=2, echo=True, stream=True))
+    heard = events(Local().complete(n=2, echo=True, stream=True))
     for index in (0, 1):
-        text = "".join(c["text"] for event in told for c in event["choices"] if c["index"] == index)
+        text = "".join(c["text"] for event in heard for c in event["choices"] if c["index"] == index)
         assert text == whole["choices"][index]["text"] == "HiHello there, friend."
 
 
@@ -319,6 +322,7 @@ def test_models_are_listed_and_found_by_names_with_slashes() -> None:
     server = Local()
     card = server.get("/v1/models").json()["data"][0]
     assert card["id"] == "tiny/chat-moe"
+    assert card["mlxmoe"] == {"context": 4096, "has_chat_template": True, "reasoning": True, "tools": True}
     assert server.get("/v1/models/tiny/chat-moe").json() == card
     assert server.get("/v1/models/tiny/other").status_code == 404
 
@@ -389,3 +393,26 @@ def test_the_panel_has_the_heat_where_it_is_asked_for_and_only_what_json_has() -
     assert panel["heat"] == [[0.5, None]]
     assert panel["memory"]["bank_bytes"] == 8 * 2**30
     assert panel["model"]["name"] == "tiny/chat-moe"
+
+
+def test_answers_are_what_the_schema_says() -> None:
+    server = Local(FakeDesk(Script(tokens=["<think>a</think>", "b", CALL], reason="memory")))
+    kinds: list[tuple[type[BaseModel], httpx.Response]] = [
+        (told.ChatCompletion, server.chat(tools=[TOOL], logprobs=True, top_logprobs=1)),
+        (told.Completion, server.complete(logprobs=1, echo=True)),
+        (told.ModelList, server.get("/v1/models")),
+        (told.Health, server.get("/health")),
+        (told.Panel, server.get("/api/status?heat=1")),
+        (told.Error, server.get("/nothing")),
+    ]
+    for kind, answer in kinds:
+        read = kind.model_validate_json(answer.content, strict=True)
+        known = json.loads(read.model_dump_json(exclude_unset=True))
+        assert known.items() <= answer.json().items() if kind is told.Panel else known == answer.json()
+
+
+def test_the_schema_has_no_form_of_error_but_openai_s() -> None:
+    paths = Local().get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= paths.keys()
+    responses = [method["responses"] for path in paths.values() for method in path.values()]
+    assert all("422" not in codes for codes in responses)

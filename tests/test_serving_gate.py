@@ -166,14 +166,6 @@ def test_errors_have_their_status_also_where_a_stream_was_asked_for(
         assert int(answer.headers["retry-after"]) > 0
 
 
-def test_what_does_not_fit_may_fit_once_others_have_ended() -> None:
-    desk = FakeDesk(Script(fail=MemoryBudgetError("9 GB")))
-    desk.active = 1
-    answer = Local(desk).chat()
-    assert answer.status_code == 503
-    assert "retry-after" in answer.headers
-
-
 def test_an_error_nobody_foresaw_is_told_by_a_number_that_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         answer = Local(FakeDesk(Script(fail=ZeroDivisionError("in /home/me/model.py")))).chat()

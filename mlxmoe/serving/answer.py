@@ -106,7 +106,7 @@ class Answer(Response):
             except SlowReaderError:
                 raise
             except Exception as error:
-                end = event(self._problem(error).body())
+                end = event(ApiError.of(error).body())
             await self._send(send, _body(end, more=False))
 
     async def _pieces(self, replies: Replies) -> AsyncGenerator[bytes, None]:
@@ -139,7 +139,7 @@ class Answer(Response):
                 continue
             number, happened = heard
             if isinstance(happened, Failed):
-                raise self._problem(happened.error)
+                raise ApiError.of(happened.error)
             if isinstance(happened, Spoken) and not spoken:
                 spoken = True
                 self._counter.times.first_token(time.monotonic() - self._begin)
@@ -147,9 +147,6 @@ class Answer(Response):
             if not self._shape.wants_more(number):
                 replies.end(number)
             yield said
-
-    def _problem(self, error: Exception) -> ApiError:
-        return ApiError.of(error, busy=self._counter.desk.status().active > 0)
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Raises SlowReaderError where the client does not take it in time."""

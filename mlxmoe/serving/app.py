@@ -14,8 +14,8 @@ from starlette.responses import Response
 from mlxmoe.errors import MlxMoeError
 from mlxmoe.serving import replies_schema as told
 from mlxmoe.serving.answer import Answer, Counter
-from mlxmoe.serving.chat import ChatShape, chat_asks
-from mlxmoe.serving.completions import CompletionShape, completion_asks
+from mlxmoe.serving.chat import chat_asks, chat_shape
+from mlxmoe.serving.completions import completion_asks, completion_shape
 from mlxmoe.serving.files import page_files
 from mlxmoe.serving.gate import Gate, client_of
 from mlxmoe.serving.jobs import Desk, ModelFacts
@@ -23,6 +23,7 @@ from mlxmoe.serving.metrics import CONTENT_TYPE, Metrics
 from mlxmoe.serving.problems import ApiError
 from mlxmoe.serving.schemas import ChatRequest, CompletionRequest
 from mlxmoe.serving.settings import ServerSettings
+from mlxmoe.serving.shaping import Terms
 from mlxmoe.serving.watch import health, panel
 from mlxmoe.serving.wire import to_json
 
@@ -79,27 +80,18 @@ def _replies(counter: Counter) -> APIRouter:
     router = APIRouter(prefix="/v1")
     desk, settings = counter.desk, counter.settings
 
+    def terms(request: Request) -> Terms:
+        return Terms(client_of(request.scope), settings.request_s, settings.max_n)
+
     @router.post("/chat/completions", **told.of(told.ChatCompletion, stream=True))
     async def chat(request: Request, body: ChatRequest) -> Response:
-        asks = chat_asks(
-            body,
-            desk.model,
-            client=client_of(request.scope),
-            limit_s=settings.request_s,
-            max_n=settings.max_n,
-        )
-        return Answer(counter, asks, ChatShape(body, desk.model), stream=bool(body.stream))
+        asks, shape = chat_asks(body, desk.model, terms(request)), chat_shape(body, desk.model)
+        return Answer(counter, asks, shape, stream=bool(body.stream))
 
     @router.post("/completions", **told.of(told.Completion, stream=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        asks = completion_asks(
-            body,
-            desk.model,
-            client=client_of(request.scope),
-            limit_s=settings.request_s,
-            max_n=settings.max_n,
-        )
-        return Answer(counter, asks, CompletionShape(body, desk.model), stream=bool(body.stream))
+        asks, shape = completion_asks(body, desk.model, terms(request)), completion_shape(body, desk.model)
+        return Answer(counter, asks, shape, stream=bool(body.stream))
 
     return router
 
@@ -157,7 +149,12 @@ def _card(facts: ModelFacts) -> dict[str, Any]:
         "object": "model",
         "created": facts.created,
         "owned_by": "mlxmoe",
-        "context_length": facts.context,
+        "mlxmoe": {
+            "context": facts.context,
+            "has_chat_template": facts.has_chat_template,
+            "reasoning": facts.reasoning is not None,
+            "tools": facts.tool_calls is not None,
+        },
     }
 
 

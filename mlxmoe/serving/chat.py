@@ -20,25 +20,25 @@ from mlxmoe.serving.schemas import (
     ToolMessage,
 )
 from mlxmoe.serving.shaping import (
+    Choices,
     Heading,
     Tally,
-    check_choices,
+    Terms,
     check_model,
     choices_of,
     ending_of,
     is_said,
     logprob_of,
     options_of,
-    usage_of,
 )
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-def chat_asks(request: ChatRequest, facts: ModelFacts, *, client: str, limit_s: float, max_n: int) -> list[Ask]:
+def chat_asks(request: ChatRequest, facts: ModelFacts, terms: Terms) -> list[Ask]:
     """Raises an ApiError for what this model or this server cannot do."""
     check_model(request.model, facts)
-    check_choices(request, max_n)
+    terms.check(request)
     tools = tools_of(request)
     if tools and (facts.tool_calls is None or facts.parse_tool_call is None):
         raise ApiError(
@@ -60,8 +60,8 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, *, client: str, limit_s: 
         tools=tools or None,
         template=template,
         json_schema=request.wanted_schema,
-        client=client,
-        limit_s=limit_s,
+        client=terms.client,
+        limit_s=terms.limit_s,
     )
     return choices_of(ask, request.choices)
 
@@ -112,32 +112,11 @@ def _call_of(call: CalledTool) -> dict[str, Any]:
     return told if call.id is None else {"id": call.id, **told}
 
 
-class ChatShape:
+def chat_shape(request: ChatRequest, facts: ModelFacts) -> Choices:
     """Replies as `chat.completion`, or as its chunks."""
-
-    def __init__(self, request: ChatRequest, facts: ModelFacts) -> None:
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self._heading = Heading.new("chatcmpl", kind, facts)
-        self._usage = request.with_usage
-        self._choices = [_Choice(number, request, facts) for number in range(request.choices)]
-
-    def hear(self, number: int, event: Started | Spoken) -> Iterator[dict[str, Any]]:
-        choice = self._choices[number]
-        for piece in choice.begin(event) if isinstance(event, Started) else choice.speak(event):
-            yield self._heading.of([piece], **({"usage": None} if self._usage else {}))
-
-    def wants_more(self, number: int) -> bool:
-        return self._choices[number].ending is None
-
-    def last(self) -> Iterator[dict[str, Any]]:
-        if self._usage:
-            yield self._heading.of([], usage=self._used())
-
-    def whole(self) -> dict[str, Any]:
-        return self._heading.of([choice.whole() for choice in self._choices], usage=self._used())
-
-    def _used(self) -> dict[str, Any]:
-        return usage_of([choice.tally for choice in self._choices], prompts=1)
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    choices = [_Choice(number, request, facts) for number in range(request.choices)]
+    return Choices(Heading.new("chatcmpl", kind, facts), choices, 1, tell_usage=request.with_usage)
 
 
 class _Choice:
@@ -145,7 +124,7 @@ class _Choice:
 
     def __init__(self, index: int, request: ChatRequest, facts: ModelFacts) -> None:
         self.tally = Tally()
-        self.ending: dict[str, Any] | None = None
+        self._ending: dict[str, Any] | None = None
         self._index = index
         self._facts = facts
         self._tools = tools_of(request)
@@ -156,6 +135,10 @@ class _Choice:
         self._calls: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs or request.top_logprobs else None
         self._told = 0  # how many of the log-probabilities a stream has told
+
+    @property
+    def ended(self) -> bool:
+        return self._ending is not None
 
     def begin(self, started: Started) -> Iterator[dict[str, Any]]:
         self.tally.begin(started)
@@ -176,10 +159,10 @@ class _Choice:
         ended_by_call = self._one_call and bool(self._calls)
         if chunk.finish_reason is None and not ended_by_call:
             return
-        self.ending = ending_of(chunk.finish_reason or "stop")
-        if self._calls and self.ending["finish_reason"] == "stop":
-            self.ending["finish_reason"] = "tool_calls"
-        yield self._piece({}, **self.ending)
+        self._ending = ending_of(chunk.finish_reason or "stop")
+        if self._calls and self._ending["finish_reason"] == "stop":
+            self._ending["finish_reason"] = "tool_calls"
+        yield self._piece({}, **self._ending)
 
     def whole(self) -> dict[str, Any]:
         content = "".join(self._content)
@@ -195,7 +178,7 @@ class _Choice:
                 {name: value for name, value in call.items() if name != "index"} for call in self._calls
             ]
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
-        return {"index": self._index, "message": message, "logprobs": logprobs, **(self.ending or ending_of("stop"))}
+        return {"index": self._index, "message": message, "logprobs": logprobs, **(self._ending or ending_of("stop"))}
 
     def _wanted(self, parts: Sequence[Part]) -> Sequence[Part]:
         """`parts`, up to the first call where only one is wanted."""

@@ -10,27 +10,25 @@ from mlxmoe.serving.problems import ApiError
 from mlxmoe.serving.schemas import CompletionRequest
 from mlxmoe.serving.settings import MOST_CHOICES
 from mlxmoe.serving.shaping import (
+    Choices,
     Heading,
     Tally,
-    check_choices,
+    Terms,
     check_model,
     choices_of,
     ending_of,
     is_said,
     options_of,
-    usage_of,
 )
 from mlxmoe.serving.wire import finite
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def completion_asks(
-    request: CompletionRequest, facts: ModelFacts, *, client: str, limit_s: float, max_n: int
-) -> list[Ask]:
+def completion_asks(request: CompletionRequest, facts: ModelFacts, terms: Terms) -> list[Ask]:
     """For each prompt as many as there are choices. Raises an ApiError for what this server does not do."""
     check_model(request.model, facts)
-    check_choices(request, max_n)
+    terms.check(request)
     count = request.choices * len(request.prompts)
     if count > MOST_CHOICES:
         raise ApiError(
@@ -48,45 +46,19 @@ def completion_asks(
             options=options_of(request, most_tokens, request.logprobs),
             score_prompt=bool(scored),
             json_schema=request.wanted_schema,
-            client=client,
-            limit_s=limit_s,
+            client=terms.client,
+            limit_s=terms.limit_s,
         )
         asks += choices_of(ask, request.choices)
     return asks
 
 
-class CompletionShape:
+def completion_shape(request: CompletionRequest, facts: ModelFacts) -> Choices:
     """Replies as `text_completion`, whole or in pieces."""
-
-    def __init__(self, request: CompletionRequest, facts: ModelFacts) -> None:
-        self._heading = Heading.new("cmpl", "text_completion", facts)
-        self._usage = request.with_usage
-        self._prompts = len(request.prompts)
-        n = request.choices
-        self._choices = [
-            _Choice(index * n + number, request, prompt)
-            for index, prompt in enumerate(request.prompts)
-            for number in range(n)
-        ]
-
-    def hear(self, number: int, event: Started | Spoken) -> Iterator[dict[str, Any]]:
-        choice = self._choices[number]
-        piece = choice.begin(event) if isinstance(event, Started) else choice.speak(event)
-        if piece is not None:
-            yield self._heading.of([piece], **({"usage": None} if self._usage else {}))
-
-    def wants_more(self, number: int) -> bool:
-        return True
-
-    def last(self) -> Iterator[dict[str, Any]]:
-        if self._usage:
-            yield self._heading.of([], usage=self._used())
-
-    def whole(self) -> dict[str, Any]:
-        return self._heading.of([choice.whole() for choice in self._choices], usage=self._used())
-
-    def _used(self) -> dict[str, Any]:
-        return usage_of([choice.tally for choice in self._choices], self._prompts)
+    prompts = [prompt for prompt in request.prompts for _ in range(request.choices)]
+    choices = [_Choice(index, request, prompt) for index, prompt in enumerate(prompts)]
+    heading = Heading.new("cmpl", "text_completion", facts)
+    return Choices(heading, choices, len(request.prompts), tell_usage=request.with_usage)
 
 
 class _Choice:
@@ -101,19 +73,22 @@ class _Choice:
         self._logprobs = None if request.logprobs is None else _Logprobs()
         self._ending: dict[str, Any] = {"finish_reason": None}
 
-    def begin(self, started: Started) -> dict[str, Any] | None:
+    @property
+    def ended(self) -> bool:
+        return self._ending["finish_reason"] is not None
+
+    def begin(self, started: Started) -> Iterator[dict[str, Any]]:
         self.tally.begin(started)
         if not self._echo:
-            return None
+            return
         known = isinstance(self._prompt, str)
         text = str(self._prompt) if known else "".join(score.text for score in started.prompt)
         if self._logprobs is not None:
             for score in started.prompt:
                 self._logprobs.add(score)
-        return self._piece(text)
+        yield self._piece(text)
 
-    def speak(self, spoken: Spoken) -> dict[str, Any] | None:
-        """None where there is nothing to say yet."""
+    def speak(self, spoken: Spoken) -> Iterator[dict[str, Any]]:
         chunk = spoken.chunk
         self.tally.count(spoken)
         said = is_said(spoken)
@@ -122,8 +97,8 @@ class _Choice:
         if chunk.finish_reason is not None:
             self._ending = ending_of(chunk.finish_reason)
         elif not chunk.text:
-            return None
-        return self._piece(chunk.text)
+            return  # nothing to say yet
+        yield self._piece(chunk.text)
 
     def whole(self) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._logprobs.all()

@@ -167,7 +167,7 @@ class Gate:
             origin = headers.get("origin")
             if origin and ("*" in origins or origin in origins):
                 answer["Access-Control-Allow-Origin"] = origin
-                answer["Access-Control-Expose-Headers"] = "Retry-After, X-Queue-Position, X-Request-Id"
+                answer["Access-Control-Expose-Headers"] = "Retry-After, X-Queue-Position"
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

@@ -58,11 +58,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @classmethod
-    def of(cls, error: Exception, *, busy: bool = False) -> ApiError:
-        """What a client is told of `error`; what it is not told goes to the log, under an id that it is told.
-
-        `busy`: whether other replies hold memory that they will give back.
-        """
+    def of(cls, error: Exception) -> ApiError:
+        """What a client is told of `error`; what it is not told goes to the log, under an id that it is told."""
         match error:
             case ApiError():
                 return error
@@ -72,9 +69,7 @@ class ApiError(Exception):
                 return cls(503, without_paths(error), code="memory_pressure", headers=retry_after(RETRY_S))
             case EngineClosedError():
                 return cls(503, "The server is ending; it takes no new requests.", code="closing")
-            case MemoryBudgetError() if busy:
-                return cls(503, without_paths(error), code="memory_budget", headers=retry_after(RETRY_S))
-            case MemoryBudgetError() | ContextError():
+            case MemoryBudgetError() | ContextError():  # the desk waits for memory that others will give back
                 return cls(400, without_paths(error), code="context_length_exceeded")
             case RequestError():
                 return cls(400, without_paths(error), code="invalid_value")

@@ -101,12 +101,19 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class ModelFacts(BaseModel):
+    context: int | None
+    has_chat_template: bool
+    reasoning: bool
+    tools: bool
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    context_length: int | None
+    mlxmoe: ModelFacts
 
 
 class ModelList(BaseModel):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mlxmoe.reply import ReplyOptions
 from mlxmoe.serving.jobs import Ask, ModelFacts, Spoken, Started
@@ -27,11 +28,18 @@ def check_model(name: str | None, facts: ModelFacts) -> None:
         )
 
 
-def check_choices(request: Sampling, most: int) -> None:
-    if request.choices > most:
-        raise ApiError(
-            400, f"n={request.choices} is more than this server allows: {most}.", param="n", code="invalid_value"
-        )
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request is answered. `client`, `limit_s`: as in Ask. `max_n`: choices of one request."""
+
+    client: str
+    limit_s: float
+    max_n: int
+
+    def check(self, request: Sampling) -> None:
+        if request.choices > self.max_n:
+            message = f"n={request.choices} is more than this server allows: {self.max_n}."
+            raise ApiError(400, message, param="n", code="invalid_value")
 
 
 def options_of(request: Sampling, most_tokens: int | None, top: int | None) -> ReplyOptions:
@@ -104,17 +112,58 @@ class Tally:
         self.reasoning += reasoning
 
 
-def usage_of(tallies: list[Tally], prompts: int) -> dict[str, Any]:
-    """OpenAI's usage of `prompts` prompts with as many replies each: a prompt counts once."""
-    firsts = tallies[:: max(1, len(tallies) // prompts)]
-    prompt, generated = sum(tally.prompt for tally in firsts), sum(tally.generated for tally in tallies)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(tally.reused for tally in firsts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(tally.reasoning for tally in tallies)},
-    }
+class Choice(Protocol):
+    """One reply on its way to OpenAI's form. `begin` and `speak` give what a stream says of it."""
+
+    @property
+    def tally(self) -> Tally: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    def begin(self, started: Started) -> Iterable[dict[str, Any]]: ...
+
+    def speak(self, spoken: Spoken) -> Iterable[dict[str, Any]]: ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+
+class Choices:
+    """The Shape of both kinds of requests: the replies to `prompts` prompts, as many to each."""
+
+    def __init__(self, heading: Heading, choices: Sequence[Choice], prompts: int, *, tell_usage: bool) -> None:
+        self._heading = heading
+        self._choices = choices
+        self._prompts = prompts
+        self._tell_usage = tell_usage
+
+    def hear(self, number: int, event: Started | Spoken) -> Iterator[dict[str, Any]]:
+        choice = self._choices[number]
+        for piece in choice.begin(event) if isinstance(event, Started) else choice.speak(event):
+            yield self._heading.of([piece], **({"usage": None} if self._tell_usage else {}))
+
+    def wants_more(self, number: int) -> bool:
+        return not self._choices[number].ended
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        if self._tell_usage:
+            yield self._heading.of([], usage=self._usage())
+
+    def whole(self) -> dict[str, Any]:
+        return self._heading.of([choice.whole() for choice in self._choices], usage=self._usage())
+
+    def _usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many replies it has."""
+        tallies = [choice.tally for choice in self._choices]
+        firsts = tallies[:: len(tallies) // self._prompts]
+        prompt, generated = sum(tally.prompt for tally in firsts), sum(tally.generated for tally in tallies)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(tally.reused for tally in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(tally.reasoning for tally in tallies)},
+        }
 
 
 def ending_of(reason: Literal["stop", "length", "memory"]) -> dict[str, Any]:
