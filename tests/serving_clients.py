@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from fake_desk import FakeDesk, wait_for
 
-from mlxmoe.serving.app import create_app, listener
+from mlxmoe.serving.app import Listener, create_app
 from mlxmoe.serving.settings import ServerSettings
 
 
@@ -56,7 +56,7 @@ def events(response: httpx.Response) -> list[Any]:
 def running(desk: FakeDesk, **settings: Any) -> Iterator[str]:
     """The address of a real server."""
     chosen = ServerSettings(port=0, **settings)
-    server = listener(create_app(desk, chosen), chosen)
+    server = Listener(create_app(desk, chosen), chosen)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_for(lambda: server.started)

@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve a model to a small team: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
     try:
-        from mlxmoe.serving.app import create_app, listener
+        from mlxmoe.serving.app import Listener, create_app
         from mlxmoe.serving.desk import EngineDesk
         from mlxmoe.serving.limits import DeskLimits
         from mlxmoe.serving.settings import ServerSettings
@@ -122,12 +122,16 @@ def serve(
         )
 
     desk = EngineDesk(load, name or _name_of(model), limits)
+
+    def announce() -> None:
+        if not quiet:
+            _announce(host, bound.getsockname()[1], desk.model.name, open_to_all=not keys)
+
     with _bound(host, port) as bound, _ended_by_signals():  # before a large model is loaded in vain
         try:
             desk.start()
-            if not quiet:
-                _announce(host, bound.getsockname()[1], desk.model.name, open_to_all=not keys)
-            listener(create_app(desk, settings), settings).run([bound])
+            app = create_app(desk, settings)
+            Listener(app, settings, on_listening=announce, end=desk.close).run([bound])
         finally:
             desk.close()
 

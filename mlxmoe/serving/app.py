@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
@@ -40,6 +45,8 @@ UNSUPPORTED = {
     "/v1/batches": "This server takes no batches of files. Send the requests at once: it batches them itself.",
 }
 
+LAST_WORDS_S = 5.0  # for clients to hear how their replies ended
+
 
 def create_app(desk: Desk, settings: ServerSettings) -> FastAPI:
     """The whole of HTTP over `desk`. Nothing is shared between two apps."""
@@ -60,20 +67,49 @@ def create_app(desk: Desk, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def listener(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
-    """The server that listens for `app`; `run()` it, and set `should_exit` to end it."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # a header that anyone can send must not say who a client is
-            timeout_graceful_shutdown=math.ceil(settings.drain_s),
+class Listener(uvicorn.Server):
+    """Listens for `app` on what `settings` say, or on the sockets that `run` is given, until a signal ends it.
+
+    `on_listening`: called when connections are taken. `end(drain_s)`: ends the replies under way, those that can
+    within `drain_s` seconds of themselves; called by another thread when the server is to end, and with 0 when it is
+    to end at once.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: ServerSettings,
+        *,
+        on_listening: Callable[[], None] = lambda: None,
+        end: Callable[[float], None] = lambda drain_s: None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # a header that anyone can send must not say who a client is
+                timeout_graceful_shutdown=math.ceil(settings.drain_s + LAST_WORDS_S),
+            )
         )
-    )
+        self._drain_s = settings.drain_s
+        self._on_listening = on_listening
+        self._end = end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.gather(asyncio.to_thread(self._end, self._drain_s), super().shutdown(sockets))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:  # the second Ctrl-C
+            threading.Thread(target=self._end, args=(0.0,), daemon=True).start()
 
 
 def _replies(counter: Counter) -> APIRouter:

@@ -153,7 +153,10 @@ class EngineDesk:
     def _run(self) -> None:
         try:
             self._open()
-            while self._turn():
+        except Exception as error:  # start() raises it
+            self._failure = error
+        try:
+            while self._failure is None and self._turn():
                 pass
         except Exception as error:  # nothing is known that gets here: all that wait are told, and /health says so
             logger.exception("The server's working thread has failed.")
