@@ -33,7 +33,7 @@ from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
 from mlxmoe.memory.plan import KVBytes, Plan, expert_budget
-from mlxmoe.memory.reading import MemoryReader, reserve_bytes, usable_bytes, working_set_bytes
+from mlxmoe.memory.reading import MemoryReader, Pressure, reserve_bytes, usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
 from mlxmoe.registry import decodes_together, find_spec
@@ -199,7 +199,7 @@ class Engine:
             upkeep=self._balance,
             prefixes=stored,
         )
-        context = loaded.plan.context
+        self._context = context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
         self._kinds_lock = threading.RLock()  # a signal handler may close the engine while it is held
@@ -214,6 +214,30 @@ class Engine:
     def decoder(self) -> Decoder:
         """The token loop of its own caches: for who measures it, below text and replies."""
         return self._decoder
+
+    @property
+    def context(self) -> int | None:
+        """Tokens, prompt and reply, that fit; None for a text without end."""
+        return self._context
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that the model knows, from 0 on."""
+        return self._prompts.vocab
+
+    @property
+    def pressure(self) -> Pressure:
+        """The memory pressure that the guard goes by; it reads the machine's itself, at a bounded rate."""
+        return self._balance.guard.pressure
+
+    @property
+    def num_experts(self) -> tuple[int, ...]:
+        """Routed experts of each MoE layer."""
+        return tuple(layer.num_experts for layer in self._experts.layers)
+
+    def residents(self) -> tuple[tuple[bool, ...], ...]:
+        """Of each MoE layer, whether each expert is in memory now. Any thread may ask."""
+        return self._experts.residents()
 
     @property
     def plan(self) -> Plan:

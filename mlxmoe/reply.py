@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import mlx.core as mx
@@ -92,6 +92,10 @@ class ReplySettings:
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise SamplingError(f"max_tokens={max_tokens!r} is out of range: it must be a whole number, 1 or more.")
         return cls(SamplingSettings(**sampling), max_tokens, check_stop(stop))
+
+    def with_room(self, max_tokens: int) -> ReplySettings:
+        """The same for a reply of at most `max_tokens`."""
+        return replace(self, max_tokens=max_tokens)
 
 
 class Replier:

@@ -17,6 +17,7 @@ from mlxmoe.cli.generate import generate
 from mlxmoe.cli.models import models
 from mlxmoe.cli.plan import plan
 from mlxmoe.cli.profile import profile
+from mlxmoe.cli.serve import serve
 from mlxmoe.cli.tune import tune
 from mlxmoe.cli.verify import verify
 
@@ -48,6 +49,7 @@ app.command()(doctor)
 app.command()(profile)
 app.command()(plan)
 app.command()(tune)
+app.command()(serve)
 
 
 def main() -> None:

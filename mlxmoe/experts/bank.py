@@ -112,6 +112,11 @@ class ExpertBank:
         return {expert: self._slot_of[expert] for expert in self._policy}
 
     @property
+    def is_resident(self) -> tuple[bool, ...]:
+        """Whether each expert is here, for other threads to look at: a copy, in which nothing changes."""
+        return tuple(slot != EMPTY for slot in tuple(self._slot_of))
+
+    @property
     def ages(self) -> list[int]:
         """For each slot how many calls ago it was last used, the oldest first; an empty one is older than all."""
         now = self._policy.calls

@@ -93,6 +93,11 @@ class ExpertCache:
         """Each weight file's state when its header was read."""
         return self._reader.files
 
+    def residents(self) -> tuple[tuple[bool, ...], ...]:
+        """Of each layer, whether each expert is in memory: a look, maybe a step behind, from any thread."""
+        streams = [(layer, self.streams.get(layer.path)) for layer in self.layers]
+        return tuple((True,) * layer.num_experts if s is None else s.bank.is_resident for layer, s in streams)
+
     def lookups(self) -> tuple[int, int]:
         """Hits and misses of all layers so far."""
         return sum(c.hits for c in self.counters.values()), sum(c.misses for c in self.counters.values())

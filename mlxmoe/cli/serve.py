@@ -1,0 +1,201 @@
+"""mlxmoe serve: an OpenAI-compatible server and its page, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlxmoe import Engine, PrefixStore, RequestError
+from mlxmoe.cli import common
+from mlxmoe.hub import demo_folder
+from mlxmoe.memory.sizes import parse_bytes
+
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+FOR_EVER = "forever"
+
+
+@common.reported
+def serve(
+    model: common.ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8080,
+    name: Annotated[
+        str | None, typer.Option(help="What the model is called by clients; by default as given.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must show; may be repeated.", envvar="MLXMOE_API_KEY", show_default=False
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with a key on each line: a command line is for all to see.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Another name under which the server may be asked.", show_default=False)
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page of another server that may ask.", show_default=False)
+    ] = None,
+    most_waiting: Annotated[int, typer.Option(help="Requests that wait, beyond which new ones are refused.")] = 64,
+    most_together: Annotated[int, typer.Option(help="Replies computed at once, at most.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply that does not say.")] = 2048,
+    keep_alive: Annotated[
+        str, typer.Option(help="How long an idle model stays loaded: 90s, 10m, 2h or forever.")
+    ] = FOR_EVER,
+    prefixes: Annotated[
+        str, typer.Option(help="Memory for the beginnings of earlier prompts, as 1GB; 0 for none.")
+    ] = "0",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="One reply at a time in each pass, bit for bit as without a server.")
+    ] = False,
+    request_time: Annotated[str, typer.Option(help="The most that a request may take.")] = "30m",
+    drain_time: Annotated[str, typer.Option(help="What replies under way have to end when the server does.")] = "60s",
+    max_body: Annotated[str, typer.Option(help="The largest request.")] = "2MB",
+    experts: common.Experts = "auto",
+    memory: common.Memory = None,
+    context: common.Context = None,
+    window: common.Window = None,
+    sinks: common.Sinks = 4,
+    kv_bits: common.KVBits = None,
+    warm: common.Warm = True,
+    tuned: common.Tuned = True,
+    chunk_tokens: common.ChunkTokens = None,
+    adapter: common.Adapter = None,
+    revision: common.Revision = None,
+    trust_remote_code: common.Trust = False,
+    quiet: common.Quiet = False,
+    debug: common.Debug = False,
+) -> None:
+    """Serve a model to a small team: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
+    try:
+        from mlxmoe.serving.app import create_app, listener
+        from mlxmoe.serving.desk import EngineDesk
+        from mlxmoe.serving.limits import DeskLimits
+        from mlxmoe.serving.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise RequestError(f"mlxmoe serve needs {error.name}: pip install 'mlxmoe[serve]'.") from error
+    keys = (*(api_key or ()), *_keys_of(api_key_file))
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=keys,
+        allowed_hosts=tuple(allow_host or ()),
+        allowed_origins=tuple(allow_origin or ()),
+        max_body_bytes=parse_bytes(max_body, "--max-body"),
+        request_s=_seconds("request-time", request_time),
+        drain_s=_seconds("drain-time", drain_time),
+    )
+    limits = DeskLimits(
+        most_waiting=most_waiting,
+        most_together=most_together,
+        max_tokens=max_tokens,
+        keep_alive_s=None if keep_alive == FOR_EVER else _seconds("keep-alive", keep_alive),
+        exact=exact,
+    )
+    store = None if prefixes.strip() == "0" else PrefixStore(prefixes, exact=exact)
+
+    def load() -> Engine:
+        return common.load_engine(
+            model,
+            quiet,
+            experts=experts,
+            memory=memory,
+            context=context,
+            window=window,
+            sinks=sinks,
+            kv_bits=kv_bits,
+            prefixes=store,
+            warm=warm,
+            tuned=tuned,
+            chunk_tokens=chunk_tokens,
+            adapter=adapter,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+    desk = EngineDesk(load, name or _name_of(model), limits)
+    with _bound(host, port) as bound, _ended_by_signals():  # before a large model is loaded in vain
+        try:
+            desk.start()
+            if not quiet:
+                _announce(host, bound.getsockname()[1], desk.model.name, open_to_all=not keys)
+            listener(create_app(desk, settings), settings).run([bound])
+        finally:
+            desk.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address and refuses connections until the server listens."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"The server cannot listen on {host} port {port}: {error}. Try another --port.") from error
+    return bound
+
+
+def _announce(host: str, port: int, name: str, *, open_to_all: bool) -> None:
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    text = f"Serving {name}: page {where}/, API {where}/v1. Ctrl-C ends it."
+    common.notes.print(text, markup=False, soft_wrap=True, highlight=False)
+    if open_to_all and host not in ("127.0.0.1", "localhost", "::1"):
+        text = "Anyone who reaches this machine can use it: give an --api-key, or listen on 127.0.0.1."
+        common.notes.print(text, style="yellow", markup=False)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the server, which gives them on to this once it has drained: a clean end then."""
+
+    def end(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        common.notes.print("The server has ended.", style="dim")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _name_of(model: str | None) -> str:
+    """A hub id as it is, a folder's own name: no path gets out."""
+    if model is None:
+        return demo_folder().name
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
+
+
+def _keys_of(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"The keys cannot be read from {file}: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise RequestError(f"{file} holds no key: write one on each line.")
+    return keys
+
+
+def _seconds(option: str, text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not found:
+        raise RequestError(f"--{option} {text!r} is no time: write 90s, 10m or 2h.")
+    return float(found[1]) * SECONDS[found[2]]

@@ -1,0 +1,255 @@
+"""The desk: takes asks from any thread, and has one thread that owns the engine answer them. Knows no HTTP.
+
+MLX's objects are made, used and let go in that thread alone. Between two steps it looks at what is new: cancelled
+replies go, waiting ones come while memory and pace allow, the model is unloaded when nobody asked for long, and
+loaded again. Whatever fails, the thread goes on until `close()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlxmoe.engine import Engine
+from mlxmoe.errors import EngineClosedError, MemoryPressureError, MlxMoeError, QueueFullError
+from mlxmoe.reply import ReplySettings
+from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, State, Status
+from mlxmoe.serving.limits import DeskLimits
+from mlxmoe.serving.queue import FairQueue
+from mlxmoe.serving.tally import Tally
+from mlxmoe.serving.work import Work, WorkItem
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05  # between two looks while something waits and nothing can be done
+DOUBT_S = 2.0  # what a client is told to wait where nothing is known of how long replies take
+
+
+class EngineDesk:
+    """A `Desk` over an engine. `load`: makes the engine, in the desk's own thread. `name`: what the model is called.
+
+    `start()` before anything else, `close()` at the end.
+    """
+
+    def __init__(self, load: Callable[[], Engine], name: str, limits: DeskLimits | None = None) -> None:
+        self.limits = limits or DeskLimits()
+        self._load = load
+        self._name = name
+        self._facts: ModelFacts | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._queue: FairQueue[WorkItem] = FairQueue()
+        self._state: State = "loading"
+        self._closing: float | None = None  # when what is left is cut short, once it is to end
+        self._failure: Exception | None = None
+        self._work: Work | None = None  # set by the desk's thread; others only look
+        self._tally = Tally()
+        self._thread = threading.Thread(target=self._run, name="mlxmoe-desk", daemon=True)
+
+    @property
+    def model(self) -> ModelFacts:
+        assert self._facts is not None, "start() has not returned"
+        return self._facts
+
+    def start(self) -> None:
+        """Load the model. Raises what that raises, and then nothing is left behind."""
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._state != "loading")
+        if self._facts is None:
+            self._thread.join()
+            raise self._failure or EngineClosedError("The server was closed while it loaded its model.")
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take nothing new, give what is under way `drain_s` seconds to end, then stop. May be called twice."""
+        with self._changed:
+            end = time.monotonic() + drain_s
+            self._closing = end if self._closing is None else min(end, self._closing)
+            if self._state != "failed":
+                self._state = "draining"
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, ask: Ask, tell: Callable[[Event], None]) -> WorkItem:
+        only_scores = ask.score_prompt and ask.options.get("max_tokens") == 0
+        options: dict[str, Any] = {"max_tokens": self.limits.max_tokens, **ask.options}
+        if only_scores:
+            options["max_tokens"] = 1
+        settings = ReplySettings.check(**options)
+        item = WorkItem(
+            ask, settings, tell, speaks=not only_scores, free="max_tokens" not in ask.options, desk=self._places
+        )
+        with self._changed:
+            if self._closing is not None:
+                raise EngineClosedError("The server is shutting down.")
+            accepts, reason = self._accepts()
+            if not accepts:
+                self._tally.refused += 1
+                raise MemoryPressureError(reason)
+            waiting = len(self._queue)
+            if waiting >= self.limits.most_waiting and (waiting or self._under_way >= self.limits.most_together):
+                self._tally.refused += 1
+                raise QueueFullError(
+                    f"{waiting} requests wait already, as many as this server takes on. Ask again later.",
+                    self._tally.reply_s(DOUBT_S),
+                )
+            self._queue.put(ask.client, item)
+            self._changed.notify_all()
+        return item
+
+    def status(self, *, heat: bool = False) -> Status:
+        work = self._work
+        with self._changed:
+            accepts, reason = self._accepts()
+            queued, state = len(self._queue), self._state
+        facts = Status(
+            state=state,
+            accepts=accepts,
+            reason=reason,
+            queued=queued,
+            active=self._under_way,
+            best_batch=None if work is None else work.pace.best,
+            pressure="normal" if work is None else work.engine.pressure,
+            tokens_per_s=self._tally.tokens_per_s,
+            replies=self._tally.replies,
+            tokens=self._tally.tokens,
+            prompt_tokens=self._tally.prompt_tokens,
+            refused=self._tally.refused,
+            uptime_s=self._tally.uptime_s,
+        )
+        if work is None:
+            return facts
+        facts = replace(facts, memory=work.engine.memory(), stats=work.engine.stats())
+        if not heat:
+            return facts
+        return replace(facts, heat=work.heat.seen(), resident=work.engine.residents())
+
+    @property
+    def _under_way(self) -> int:
+        work = self._work
+        return 0 if work is None else len(work.items)
+
+    def _accepts(self) -> tuple[bool, str]:
+        """Whether new work is taken, and why not."""
+        if self._closing is not None:
+            return False, "The server is shutting down."
+        work = self._work
+        if work is not None and work.engine.pressure == "critical":
+            return False, "The machine is critically short of memory: nothing new is begun until that eases."
+        return True, ""
+
+    def _places(self, item: WorkItem) -> int:
+        with self._changed:
+            return self._queue.place(item)
+
+    # What follows runs in the desk's own thread.
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            while self._turn():
+                pass
+        except Exception as error:  # nothing is known that gets here: all that wait are told, and /health says so
+            logger.exception("The server's working thread has failed.")
+            self._failure = error
+        finally:
+            with self._changed:
+                self._state = "failed" if self._closing is None else self._state
+                self._closing = self._closing or time.monotonic()
+                left = list(self._queue)
+                self._queue = FairQueue()
+                self._changed.notify_all()
+            self._shut(EngineClosedError("The server has stopped."), left)
+            mx.clear_streams()  # a thread that computed must not take its streams to the end of the process
+
+    def _open(self) -> None:
+        """Load the model; the first time its facts are noted. What fails is told to all that wait for it."""
+        with self._changed:
+            self._state = "loading" if self._closing is None else self._state
+        work = Work(self._load(), self.limits, self._tally)
+        self._work = work
+        if self._facts is None:
+            self._facts = work.facts(self._name, created=int(time.time()))
+        with self._changed:
+            self._state = "ready" if self._closing is None else self._state
+            self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """What there is to do now, or the wait for it; False when it is time to end."""
+        if self._work is not None:
+            self._work.drop_cancelled()
+        with self._changed:
+            for item in [item for item in self._queue if item.cancelled]:
+                self._queue.remove(item)
+            idle = not len(self._queue) and not self._under_way
+            if self._closing is not None and (idle or time.monotonic() >= self._closing):
+                return False
+            if idle:
+                left = self._idle_left_s
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    return True
+        if idle:
+            self._unload()
+        elif self._work is not None or self._open_again():
+            self._go_on()
+        return True
+
+    def _go_on(self) -> None:
+        """Begin what can begin, and compute a step."""
+        assert self._work is not None
+        self._admit(self._work)
+        if not self._work.step():  # all wait for memory
+            with self._changed:
+                self._changed.wait(TICK_S)
+
+    @property
+    def _idle_left_s(self) -> float | None:
+        """Seconds of idleness until the model is unloaded; None for ever."""
+        keep_s = self.limits.keep_alive_s
+        return None if self._work is None or keep_s is None else keep_s - self._tally.idle_s
+
+    def _unload(self) -> None:
+        work, self._work = self._work, None
+        with self._changed:
+            self._state = "unloaded" if self._closing is None else self._state
+        if work is not None:
+            work.close(EngineClosedError("The model was unloaded."))
+            logger.info("The model was unloaded: nobody asked for %g s.", self.limits.keep_alive_s)
+
+    def _open_again(self) -> bool:
+        """The model was unloaded and is wanted; where it cannot be had, all who wait for it are told."""
+        try:
+            self._open()
+        except Exception as error:
+            logger.warning("The model cannot be loaded again: %s", error)
+            with self._changed:
+                waiting = list(self._queue)
+                self._queue = FairQueue()
+                self._state = "unloaded"
+            for item in waiting:
+                item.tell(Failed(error))
+            return False
+        return True
+
+    def _admit(self, work: Work) -> None:
+        """Begin what waits, as far as memory and pace allow."""
+        while len(work.items) < work.pace.allowed:
+            with self._changed:
+                item = self._queue.first()
+            if item is None or not work.begin(item):
+                return
+            with self._changed:
+                self._queue.take()  # the same one: only this thread takes, and what comes is put behind
+
+    def _shut(self, error: MlxMoeError, left: list[WorkItem]) -> None:
+        for item in left:
+            item.tell(Failed(error))
+        if self._work is not None:
+            self._work.close(error)

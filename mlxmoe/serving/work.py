@@ -1,0 +1,227 @@
+"""The replies under way on one loaded engine: asks become texts of a batch, and what comes of them is told.
+
+All of it happens in the thread that loaded the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from mlxmoe.batch.batch import Batch
+from mlxmoe.batch.text import Text
+from mlxmoe.engine import Engine
+from mlxmoe.errors import ContextError, MemoryBudgetError, MemoryPressureError, MlxMoeError
+from mlxmoe.reply import Chunk, ReplySettings
+from mlxmoe.sampling import Sampled
+from mlxmoe.serving.grammar import Grammars, JSONConstraint
+from mlxmoe.serving.heat import Heat
+from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, Score, Spoken, Started
+from mlxmoe.serving.limits import DeskLimits
+from mlxmoe.serving.pace import Pace
+from mlxmoe.serving.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+class WorkItem:
+    """An ask on its way: the `Job` of who submitted it. `speaks`: whether more than scores are wanted.
+
+    `free`: whether the ask leaves open how many tokens the reply may have.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        settings: ReplySettings,
+        tell: Callable[[Event], None],
+        *,
+        speaks: bool,
+        free: bool,
+        desk: Callable[[WorkItem], int],
+    ) -> None:
+        self.ask = ask
+        self.settings = settings
+        self.speaks = speaks
+        self.free = free
+        self.cancelled = False
+        self.began_s = 0.0
+        self.started = False  # and told so
+        self.thinks = False
+        self.tokens: list[int] | None = None  # of the prompt, once it was looked at
+        self.constraint: JSONConstraint | None = None
+        self._tell = tell
+        self._place = desk
+
+    @property
+    def position(self) -> int:
+        return self._place(self)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def start(self, started: Started) -> None:
+        """Tell that its turn has come."""
+        self.started = True
+        self.tell(started)
+
+    def tell(self, event: Event) -> None:
+        """A listener that fails ends its own reply, and nobody else's."""
+        if self.cancelled:
+            return
+        try:
+            self._tell(event)
+        except Exception:
+            logger.exception("Who asked cannot be told.")
+            self.cancelled = True
+
+
+class Work:
+    """`engine` and its batch. `items`: the replies under way."""
+
+    def __init__(self, engine: Engine, limits: DeskLimits, tally: Tally) -> None:
+        self.engine = engine
+        self.pace = Pace(limits.most_together)
+        self.heat = Heat(engine, engine.num_experts)
+        self.items: dict[Text, WorkItem] = {}
+        self._tally = tally
+        self._batch: Batch = engine.batch(together=False if limits.exact else None)
+        self._grammars = Grammars(engine.tokenizer, engine.vocab)
+
+    def facts(self, name: str, created: int) -> ModelFacts:
+        """What handlers have to know of the model."""
+        tokenizer = self.engine.tokenizer
+        reasoning = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
+        calls = (tokenizer.tool_call_start, tokenizer.tool_call_end or "") if tokenizer.has_tool_calling else None
+        return ModelFacts(
+            name=name,
+            created=created,
+            context=self.engine.context,
+            has_chat_template=bool(tokenizer.has_chat_template),
+            reasoning=reasoning,
+            tool_calls=calls,
+            parse_tool_call=tokenizer.tool_parser if calls else None,
+        )
+
+    def drop_cancelled(self) -> None:
+        for text in [text for text, item in self.items.items() if item.cancelled]:
+            self._batch.drop(text)
+            del self.items[text]
+
+    def begin(self, item: WorkItem) -> bool:
+        """Let `item` have its turn, or end it with what is wrong; False where it has to wait for memory."""
+        try:
+            tokens = self._look_at(item)
+            text = self._batch.add(
+                tokens, item.settings, constraint=item.constraint, score=item.ask.score_prompt, speaks=item.speaks
+            )
+        except MemoryPressureError:
+            return False
+        except MemoryBudgetError as error:
+            if self.items:
+                return False  # there is room for it once others are over
+            item.tell(Failed(error))
+        except MlxMoeError as error:
+            item.tell(Failed(error))
+        except Exception as error:  # a template or a tokenizer is another's program
+            logger.exception("An ask could not be begun.")
+            item.tell(Failed(error))
+        else:
+            item.began_s = time.monotonic()
+            self.items[text] = item
+            self._tally.prompt_tokens += len(tokens)
+            if not item.ask.score_prompt:
+                item.start(Started(len(tokens), thinks=item.thinks))
+        return True
+
+    def step(self) -> bool:
+        """Compute a step of all replies and tell what came of it; False where there are none."""
+        if not self.items:
+            return False
+        size, reading = self._batch.speaking, len(self.items) - self._batch.speaking
+        start = time.monotonic()
+        try:
+            with self.heat.recorded():
+                heard = self._batch.step()
+        except (
+            Exception
+        ) as error:  # MLX's own, as when it cannot allocate: these replies are over, the server goes on
+            logger.exception("A step failed.")
+            self._fail_all(error)
+            return True
+        if size and not reading and len(heard) == size:
+            self.pace.note(size, time.monotonic() - start)
+        for text, what in heard:
+            self._pass_on(text, what)
+        self._tally.note_tokens(sum(isinstance(what, Chunk) and what.token >= 0 for _, what in heard))
+        return True
+
+    def close(self, error: MlxMoeError) -> None:
+        """End what is under way with `error`, and give the engine's memory back."""
+        self._fail_all(error)
+        self.engine.close()
+
+    def _look_at(self, item: WorkItem) -> list[int]:
+        """The prompt's tokens, and what follows of them; the settings as far as the context leaves them."""
+        if item.tokens is not None:
+            return item.tokens
+        ask, engine = item.ask, self.engine
+        item.settings.sampling.refuse_beyond(engine.vocab)
+        raw = isinstance(ask.prompt, str)
+        tokens = engine.encode(ask.prompt, raw=raw, tools=ask.tools, template=ask.template)
+        wanted, context = item.settings.max_tokens, engine.context
+        if context is not None and len(tokens) + wanted > context:
+            if not item.free:
+                raise ContextError(
+                    f"The prompt has {len(tokens)} tokens and max_tokens is {wanted}, but the context is {context} "
+                    f"tokens, prompt and reply together. Shorten the prompt, or lower max_tokens."
+                )
+            item.settings = item.settings.with_room(context - len(tokens))
+        item.thinks = self._ends_thinking(tokens)
+        if ask.json_schema is not None:
+            after = engine.tokenizer.think_end_tokens if item.thinks else ()
+            item.constraint = self._grammars.of_schema(ask.json_schema, after=after)
+        item.tokens = tokens
+        return tokens
+
+    def _ends_thinking(self, tokens: list[int]) -> bool:
+        """Whether the model's reasoning has begun in the prompt, and not ended."""
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.has_thinking:
+            return False
+        return int(tokenizer.rfind_think_start(tokens)) > int(tokenizer.rfind_think_end(tokens))
+
+    def _pass_on(self, text: Text, what: Chunk | MlxMoeError) -> None:
+        item = self.items[text]
+        if not item.started and isinstance(what, Chunk):  # the prompt is read: its scores are known
+            item.start(Started(len(text.reply.prompt), self._scores(text), item.thinks))
+        if isinstance(what, Chunk):
+            ended = what.token < 0 or what.token in self.engine.tokenizer.eos_token_ids
+            item.tell(Spoken(what, "" if ended else self._text_of(what.token), self._told(what.top_logprobs)))
+        else:
+            item.tell(Failed(what))
+        if not isinstance(what, Chunk) or what.finish_reason is not None:
+            del self.items[text]
+            self._tally.note_reply(time.monotonic() - item.began_s)
+
+    def _scores(self, text: Text) -> tuple[Score, ...]:
+        first = Sampled(text.reply.prompt[0], 0.0)
+        return (
+            Score(first.token, self._text_of(first.token), None, ()),
+            *(Score(one.token, self._text_of(one.token), one.logprob, self._told(one.top)) for one in text.scores),
+        )
+
+    def _told(self, top: tuple[tuple[int, float], ...]) -> tuple[tuple[str, float], ...]:
+        return tuple((self._text_of(token), logprob) for token, logprob in top)
+
+    def _text_of(self, token: int) -> str:
+        return str(self.engine.tokenizer.decode([token]))
+
+    def _fail_all(self, error: Exception) -> None:
+        items, self.items = list(self.items.values()), {}
+        with suppress(MlxMoeError):  # a closed engine has let go already
+            self._batch.close()
+        for item in items:
+            item.tell(Failed(error))

@@ -1,0 +1,392 @@
+"""The desk: asks from any thread, one that owns the engine; joined, cancelled, drained, unloaded, never gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxmoe import (
+    ContextError,
+    Engine,
+    EngineClosedError,
+    MemoryPressureError,
+    ModelNotFoundError,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    SamplingError,
+    load,
+)
+from mlxmoe.serving.desk import EngineDesk
+from mlxmoe.serving.jobs import Ask, Event, Failed, Spoken, Started
+from mlxmoe.serving.limits import DeskLimits
+
+
+@dataclass
+class Ear:
+    """Keeps what it is told."""
+
+    events: list[Event] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    spoke: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Spoken):
+            self.spoke.set()
+        if isinstance(event, Failed) or (isinstance(event, Spoken) and event.chunk.finish_reason):
+            self.ended.set()
+
+    @property
+    def text(self) -> str:
+        assert self.ended.wait(60), "no end within a minute"
+        return "".join(event.chunk.text for event in self.spoken)
+
+    @property
+    def spoken(self) -> list[Spoken]:
+        return [event for event in self.events if isinstance(event, Spoken)]
+
+    @property
+    def error(self) -> Exception:
+        assert self.ended.wait(60), "no end within a minute"
+        last = self.events[-1]
+        assert isinstance(last, Failed)
+        return last.error
+
+
+def ask(prompt: Any = "In the beginning", **options: Any) -> Ask:
+    return Ask(prompt, {"max_tokens": 8, **options})
+
+
+@pytest.fixture
+def open_desk() -> Iterator[Callable[..., EngineDesk]]:
+    desks: list[EngineDesk] = []
+
+    def opened(loads: Callable[[], Engine] | None = None, **limits: Any) -> EngineDesk:
+        desk = EngineDesk(loads or (lambda: load(experts="25%")), "demo", DeskLimits(**limits))
+        desks.append(desk)
+        desk.start()
+        return desk
+
+    yield opened
+    for desk in desks:
+        desk.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "not within a minute"
+        time.sleep(0.005)
+
+
+def test_replies_of_many_threads_are_those_of_stream(open_desk: Callable[..., EngineDesk], demo: Engine) -> None:
+    desk = open_desk()
+    prompts = ["In the beginning", "And it came to pass", "Blessed are the meek", "The LORD said"]
+    ears = [Ear() for _ in range(8)]
+    threads = [threading.Thread(target=desk.submit, args=(ask(prompts[i % 4]), ear)) for i, ear in enumerate(ears)]
+    for thread in threads:
+        thread.start()
+    for i, ear in enumerate(ears):
+        assert ear.text == demo.generate(prompts[i % 4], max_tokens=8)
+        assert isinstance(ear.events[0], Started)
+        assert [event for event in ear.events if isinstance(event, Started)] == ear.events[:1]
+    status = desk.status()
+    assert (status.replies, status.tokens, status.queued, status.active) == (8, 64, 0, 0)
+    assert status.memory is not None
+    assert status.memory.kv_bytes == 0
+
+
+def test_exact_replies_are_stream_bit_for_bit(open_desk: Callable[..., EngineDesk], demo: Engine) -> None:
+    desk = open_desk(exact=True)
+    ears = [Ear(), Ear()]
+    for i, ear in enumerate(ears):
+        desk.submit(ask(temperature=1.0, seed=i, max_tokens=20), ear)
+    for i, ear in enumerate(ears):
+        assert ear.text is not None
+        alone = demo.stream("In the beginning", raw=True, temperature=1.0, seed=i, max_tokens=20)
+        assert [(e.chunk.token, e.chunk.logprob) for e in ear.spoken] == [(c.token, c.logprob) for c in alone]
+
+
+def test_a_cancelled_reply_says_no_more_and_gives_its_room_back(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(), Ear()
+    job = desk.submit(ask(max_tokens=200), ear)
+    assert ear.spoke.wait(60)
+    job.cancel()
+    wait_until(lambda: desk.status().active == 0)
+    said = len(ear.events)
+    other = Ear()
+    desk.submit(ask(), other)
+    assert len(other.text) > 0
+    assert len(ear.events) == said
+    memory = desk.status().memory
+    assert memory is not None
+    assert memory.kv_bytes == 0
+
+
+def test_what_waits_is_told_its_place_and_can_be_cancelled(open_desk: Callable[..., EngineDesk]) -> None:
+    desk = open_desk(most_together=1)
+    long, second, third = Ear(), Ear(), Ear()
+    first = desk.submit(ask(max_tokens=150), long)
+    assert long.spoke.wait(60)
+    waits, last = desk.submit(ask(), second), desk.submit(ask(), third)
+    assert (first.position, waits.position, last.position) == (0, 0, 1)
+    assert desk.status().queued == 2
+    waits.cancel()
+    wait_until(lambda: desk.status().queued == 1)
+    first.cancel()
+    assert third.text
+    assert second.events == []
+
+
+def test_clients_take_turns(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, order = open_desk(most_together=1), []
+    holds = Ear()
+    job = desk.submit(ask(max_tokens=200), holds)
+    assert holds.spoke.wait(60)
+    ears = []
+    for name in ("greedy 1", "greedy 2", "greedy 3", "modest 1"):
+        ear = Ear()
+        ears.append(ear)
+
+        def tell(event: Event, name: str = name, ear: Ear = ear) -> None:
+            if isinstance(event, Started):
+                order.append(name)
+            ear(event)
+
+        desk.submit(Ask("In the", {"max_tokens": 2}, client=name.split()[0]), tell)
+    job.cancel()
+    assert all(ear.text for ear in ears)
+    assert order == ["greedy 1", "modest 1", "greedy 2", "greedy 3"]
+
+
+def test_beyond_its_queue_the_desk_refuses_and_says_when_to_ask_again(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(most_together=1, most_waiting=1), Ear()
+    desk.submit(ask(max_tokens=150), ear)
+    assert ear.spoke.wait(60)
+    desk.submit(ask(), Ear())
+    with pytest.raises(QueueFullError) as full:
+        desk.submit(ask(), Ear())
+    assert full.value.retry_after_s > 0
+    assert desk.status().refused == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (Ask("", {}), PromptError),
+        (Ask([5, 99999], {}), PromptError),
+        (Ask([{"role": "user", "content": "hello"}], {}), PromptError),  # the demo has no chat template
+        (Ask([5] * 200, {"max_tokens": 100}), ContextError),
+        (Ask([5] * 400, {}), ContextError),
+        (Ask("In", {"logit_bias": {5000: 1.0}}), SamplingError),
+        (Ask("In", {}, json_schema={"type": "nonsense"}), RequestError),
+    ],
+)
+def test_what_is_wrong_with_one_ask_is_told_to_it_alone(
+    open_desk: Callable[..., EngineDesk], wrong: Ask, error: type[Exception]
+) -> None:
+    desk, bad, good = open_desk(), Ear(), Ear()
+    desk.submit(wrong, bad)
+    desk.submit(ask(), good)
+    assert isinstance(bad.error, error)
+    assert good.text
+
+
+def test_options_that_make_no_sense_are_refused_at_once(open_desk: Callable[..., EngineDesk]) -> None:
+    with pytest.raises(SamplingError):
+        open_desk().submit(ask(temperature=-1), Ear())
+
+
+def test_a_reply_without_max_tokens_takes_what_the_context_leaves(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(), Ear()
+    desk.submit(Ask([5] * 250, {}), ear)
+    assert ear.text is not None
+    assert len(ear.spoken) <= 6
+
+
+def test_a_prompts_scores_come_first_and_alone_where_no_reply_is_wanted(
+    open_desk: Callable[..., EngineDesk],
+) -> None:
+    desk, both, only = open_desk(), Ear(), Ear()
+    desk.submit(Ask("In the beginning God", {"max_tokens": 3, "top_logprobs": 2}, score_prompt=True), both)
+    desk.submit(Ask("In the beginning God", {"max_tokens": 0, "top_logprobs": 2}, score_prompt=True), only)
+    assert both.text
+    assert only.text == ""
+    for ear, spoken in ((both, 3), (only, 1)):
+        started = ear.events[0]
+        assert isinstance(started, Started)
+        assert started.prompt_tokens == len(started.prompt)
+        assert "".join(score.text for score in started.prompt) == "In the beginning God"
+        assert started.prompt[0].logprob is None
+        assert all(score.logprob is not None and score.logprob < 0 for score in started.prompt[1:])
+        assert all(len(score.top) == 2 for score in started.prompt[1:])
+        assert len(ear.spoken) == spoken
+    assert (only.spoken[0].chunk.token, only.spoken[0].chunk.finish_reason) == (-1, "length")
+
+
+def test_a_reply_held_to_a_schema_is_json_of_it(open_desk: Callable[..., EngineDesk]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"who": {"enum": ["Moses", "Aaron"]}, "old": {"type": "boolean"}},
+        "required": ["who", "old"],
+        "additionalProperties": False,
+    }
+    desk, ears = open_desk(), [Ear() for _ in range(4)]
+    for seed, ear in enumerate(ears):
+        options: Any = {"max_tokens": 60, "temperature": 1.0, "seed": seed}
+        desk.submit(Ask("And it came to pass", options, json_schema=schema), ear)
+    for ear in ears:
+        said = json.loads(ear.text)
+        assert said["who"] in ("Moses", "Aaron")
+        assert isinstance(said["old"], bool)
+        assert ear.spoken[-1].chunk.finish_reason == "stop"
+
+
+def test_a_step_that_fails_ends_its_replies_and_the_desk_goes_on(
+    open_desk: Callable[..., EngineDesk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, ear, after = open_desk(), Ear(), Ear()
+    desk.submit(ask(max_tokens=200), ear)
+    assert ear.spoke.wait(60)
+    assert desk._work is not None
+    batch = desk._work._batch
+
+    def fails() -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+
+    monkeypatch.setattr(batch, "step", fails)
+    assert "allocate" in str(ear.error)
+    desk.submit(ask(), after)
+    assert after.text
+    assert desk.status().state == "ready"
+
+
+def test_a_listener_that_fails_harms_nobody_else(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(), Ear()
+
+    def deaf(event: Event) -> None:
+        raise OSError("gone")
+
+    desk.submit(ask(max_tokens=200), deaf)
+    desk.submit(ask(), ear)
+    assert ear.text
+    wait_until(lambda: desk.status().active == 0)
+
+
+def test_closing_lets_what_is_under_way_end(open_desk: Callable[..., EngineDesk], demo: Engine) -> None:
+    desk, ear, late = open_desk(), Ear(), Ear()
+    desk.submit(ask(max_tokens=30), ear)
+    assert ear.spoke.wait(60)
+    closing = threading.Thread(target=desk.close, args=(60,))
+    closing.start()
+    wait_until(lambda: desk.status().state == "draining")
+    with pytest.raises(EngineClosedError):
+        desk.submit(ask(), late)
+    assert ear.text == demo.generate("In the beginning", raw=True, max_tokens=30)
+    closing.join(60)
+    assert not closing.is_alive()
+    assert late.events == []
+
+
+def test_closing_without_patience_tells_who_was_cut_short(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear, waits = open_desk(most_together=1), Ear(), Ear()
+    desk.submit(ask(max_tokens=240), ear)
+    assert ear.spoke.wait(60)
+    desk.submit(ask(), waits)
+    desk.close()
+    assert isinstance(ear.error, EngineClosedError)
+    assert isinstance(waits.error, EngineClosedError)
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
+    open_desk: Callable[..., EngineDesk], demo: Engine
+) -> None:
+    desk, ear, engines = None, Ear(), []
+
+    def loads() -> Engine:
+        engines.append(load(experts="25%"))
+        return engines[-1]
+
+    desk = open_desk(loads, keep_alive_s=0.05)
+    facts = desk.model
+    wait_until(lambda: desk.status().state == "unloaded")
+    assert desk.status().memory is None
+    with pytest.raises(EngineClosedError):
+        engines[0].generate("In")
+    desk.submit(ask(), ear)
+    assert ear.text == demo.generate("In the beginning", raw=True, max_tokens=8)
+    assert len(engines) == 2
+    assert desk.model == facts
+
+
+def test_a_model_that_cannot_be_loaded_again_is_told_to_who_asks(open_desk: Callable[..., EngineDesk]) -> None:
+    answers: list[Any] = [lambda: load(), ModelNotFoundError("The disk is gone."), lambda: load()]
+
+    def loads() -> Engine:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer()  # type: ignore[no-any-return]
+
+    desk, first, second = open_desk(loads, keep_alive_s=0.05), Ear(), Ear()
+    wait_until(lambda: desk.status().state == "unloaded")
+    desk.submit(ask(), first)
+    assert isinstance(first.error, ModelNotFoundError)
+    desk.submit(ask(), second)
+    assert second.text
+
+
+def test_a_model_that_cannot_be_loaded_at_first_is_said_by_start(tmp_path: Path) -> None:
+    desk = EngineDesk(lambda: load(tmp_path / "nothing"), "nothing")
+    with pytest.raises(ModelNotFoundError):
+        desk.start()
+    assert not desk._thread.is_alive()
+
+
+def test_under_critical_pressure_new_work_is_refused_and_what_runs_goes_on(
+    open_desk: Callable[..., EngineDesk],
+) -> None:
+    desk, ear, after = open_desk(), Ear(), Ear()
+    desk.submit(ask(max_tokens=40), ear)
+    assert ear.spoke.wait(60)
+    assert desk._work is not None
+    guard = desk._work.engine._balance.guard
+    guard.pressure, guard._read = "critical", lambda: pytest.fail("read")  # held: nothing reads it again
+    guard._next_check = float("inf")
+    with pytest.raises(MemoryPressureError, match="critically"):
+        desk.submit(ask(), after)
+    status = desk.status()
+    assert (status.accepts, status.pressure) == (False, "critical")
+    assert "critically" in status.reason
+    assert ear.text
+    guard.pressure = "normal"
+    desk.submit(ask(), after)
+    assert after.text
+
+
+def test_heat_is_there_for_who_watches(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(), Ear()
+    job = desk.submit(ask(max_tokens=200), ear)
+    wait_until(lambda: any(max(row) == 1.0 for row in desk.status(heat=True).heat))
+    job.cancel()
+    wait_until(lambda: desk.status().active == 0)  # within a step some experts are on their way
+    status = desk.status(heat=True)
+    assert status.stats is not None
+    assert [len(row) for row in status.heat] == [layer.num_experts for layer in status.stats.layers]
+    assert [sum(row) for row in status.resident] == [layer.slots for layer in status.stats.layers]
+    json.dumps(status.as_dict())
+
+
+@pytest.mark.parametrize("bad", [{"most_together": 0}, {"most_waiting": -1}, {"max_tokens": 0}, {"keep_alive_s": -1}])
+def test_limits_that_make_no_sense_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(bad)).removesuffix("_s")):
+        DeskLimits(**bad)

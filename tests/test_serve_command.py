@@ -1,0 +1,147 @@
+"""mlxmoe serve as a user starts and ends it: a process of its own, on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+Start = Callable[..., "Server"]
+
+
+class Server:
+    """A child process that serves; `errors` is what it wrote to stderr so far."""
+
+    def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxmoe", "serve", "--port", "0", *options],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        self.errors = ""
+        self.url = ""
+        self._ready = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+        assert self._ready.wait(120), self.errors
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors += line
+            if found := re.search(r"page (http://\S+)/,", line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def end(self, signum: int) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def started(*options: str, **more: Any) -> Server:
+        servers.append(Server(*options, **more))
+        assert servers[-1].url, servers[-1].errors
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+def stream(url: str, seconds: float = 60, **more: Any) -> Iterator[dict[str, Any]]:
+    body = {"prompt": "In the beginning", "temperature": 0, "stream": True, **more}
+    for _ in range(100):  # said to serve a moment before it listens
+        try:
+            httpx.get(f"{url}/health")
+            break
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=seconds) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_it_serves_and_ctrl_c_ends_it_once_the_reply_under_way_is_whole(start: Start) -> None:
+    server = start("--experts", "25%")
+    chunks = stream(server.url, max_tokens=60)
+    said = [next(chunks)]
+    server.process.send_signal(signal.SIGINT)
+    said += chunks
+    assert sum(bool(chunk["choices"][0]["text"]) for chunk in said) > 20
+    assert said[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0
+    assert "The server has ended." in server.errors
+    assert "Traceback" not in server.errors
+
+
+def test_sigterm_ends_it_cleanly_and_a_reply_that_outlasts_the_drain_is_cut(start: Start) -> None:
+    server = start("--drain-time", "1s")
+    chunks = stream(server.url, max_tokens=240)
+    next(chunks)
+    began = time.monotonic()
+    assert server.end(signal.SIGTERM) == 0
+    assert time.monotonic() - began < 30
+    assert "Traceback" not in server.errors
+
+
+def test_keys_are_asked_for_and_never_shown(start: Start, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# the team\nsecret-of-one\nsecret-of-two\n")
+    server = start("--api-key-file", str(keys), env={"MLXMOE_API_KEY": "secret-of-three"})
+    models = f"{server.url}/v1/models"
+    assert httpx.get(models).status_code == 401
+    for key in ("secret-of-one", "secret-of-two", "secret-of-three"):
+        assert httpx.get(models, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert "secret" not in server.errors
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxmoe", "serve", str(tmp_path / "no-such-model"), "--port", str(port)],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode != 0
+    assert f"port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--keep-alive", "soon"], "90s, 10m or 2h"),
+        (["--most-together", "0"], "most_together"),
+        (["--max-body", "huge"], "--max-body"),
+        (["--api-key", "short"], "api_keys"),
+        (["--api-key-file", "/nowhere/keys"], "cannot be read"),
+        (["--port", "99999"], "port"),
+        (["no-such-folder/no-such-model/here"], "no-such"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_a_line(options: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxmoe", "serve", *options], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode not in (0, -signal.SIGABRT)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
