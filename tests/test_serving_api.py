@@ -416,3 +416,12 @@ def test_the_schema_has_no_form_of_error_but_openai_s() -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= paths.keys()
     responses = [method["responses"] for path in paths.values() for method in path.values()]
     assert all("422" not in codes for codes in responses)
+
+
+def test_numbers_are_those_of_json_where_five_is_five() -> None:
+    ask = asked(max_tokens=5.0, seed=7.0, top_k=3.0)
+    assert (ask.options["max_tokens"], ask.options["seed"], ask.options["top_k"]) == (5, 7, 3)
+    server = Local()
+    assert server.complete([1.0, 2]).status_code == 200
+    assert server.desk.jobs[0].ask.prompt == [1, 2]
+    assert server.complete([1.5]).status_code == server.chat(n=True).status_code == 400
