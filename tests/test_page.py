@@ -20,11 +20,17 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 expect = sync_api.expect
+expect.set_options(timeout=15_000)  # milliseconds, for a busy machine
+PLAIN = {"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce"}
 LONG = " ".join(f"word{number}" for number in range(400))
 HOSTILE = (
     '<img src=x onerror="window.harm=1"> <script>window.harm=1</script>\n\n'
     "[run](javascript:window.harm=1) [data](data:text/html,x) [own](/v1/models) ![pixel](http://harm.example/p.png)\n\n"
     "- <b>bold?</b> `<i>code</i>`\n\n```html\n<script>window.harm=1</script>\n```\n\n[good](https://good.example/a?b=c)"
+)
+MIXED = (
+    "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y\n\n"
+    "~~~py\n`not` the end\n``` nor this\n~~~\nafter\n# head\n> quote\n> - in it\nlast"
 )
 
 
@@ -55,7 +61,9 @@ def visit(browser: Any, script: Script, address: str) -> Iterator[Callable[..., 
     wrong: list[str] = []
 
     def open_page(**options: Any) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce", **options})
+        context = browser.new_context(
+            **{"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce", **options}
+        )
         context.set_default_timeout(10_000)
         contexts.append(context)
         page = context.new_page()
@@ -144,7 +152,9 @@ def test_untrusted_text_is_never_markup(visit: Callable[..., Any], script: Scrip
 
 
 def test_no_file_of_the_page_makes_markup_from_text_or_fetches_from_elsewhere() -> None:
-    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML|DOMParser|srcdoc"
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML|DOMParser|srcdoc"
+    )
     for file in PAGE.iterdir():
         text = file.read_text(encoding="utf-8")
         assert not re.search(forbidden, text), file
@@ -154,8 +164,8 @@ def test_no_file_of_the_page_makes_markup_from_text_or_fetches_from_elsewhere() 
 
 def test_markdown_becomes_elements(visit: Callable[..., Any], script: Script) -> None:
     script.answer = (
-        "# Head\n\nA **bold** and *italic* and `code` word, 2 * 3 * 4, snake_case_name.\n\n1. one\n   - inner\n2. two\n\n"
-        "> said\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n---\n\n````py\n```\nx = 1\n````"
+        "# Head\n\nA **bold** and *italic* and `code` word, 2 * 3 * 4, snake_case_name.\n\n"
+        "1. one\n   - inner\n2. two\n\n> said\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n---\n\n````py\n```\nx = 1\n````"
     )
     page = visit()
     say(page, "Markdown, please.")
@@ -174,8 +184,12 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
     page = visit()
     differing = page.evaluate(
         """async (texts) => {
-            const { markdown, GrowingMarkdown } = await import("/page/markdown.js");
-            const flat = (root) => { root.querySelectorAll(".chunk").forEach((chunk) => chunk.replaceWith(chunk.textContent)); root.normalize(); return root; };
+            const { markdown, GrowingMarkdown } = await import("/markdown.js");
+            const flat = (root) => {
+                for (const chunk of root.querySelectorAll(".chunk")) chunk.replaceWith(chunk.textContent);
+                root.normalize();
+                return root;
+            };
             const wrong = [];
             for (const text of texts) for (const size of [1, 3, 7]) {
                 const [grown, whole] = [document.createElement("div"), document.createElement("div")];
@@ -187,7 +201,11 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
             }
             return wrong;
         }""",
-        [ANSWER, HOSTILE, "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y"],
+        [
+            ANSWER,
+            HOSTILE,
+            "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y",
+        ],
     )
     assert differing == []
 
@@ -195,12 +213,16 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
 def test_hostile_markdown_takes_no_long_time(visit: Callable[..., Any]) -> None:
     page = visit()
     slowest = page.evaluate(
-        """async () => {
-            const { markdown } = await import("/page/markdown.js");
-            const texts = ["[", "*a ", "**", "_a", "`", "> ", "- ", "  - a\\n", "![](", "<http://", "|-", "a*_", "\\\\"];
-            const times = texts.map((text) => { const began = performance.now(); markdown(text.repeat(10000)); return performance.now() - began; });
+        """async (texts) => {
+            const { markdown } = await import("/markdown.js");
+            const times = texts.map((text) => {
+                const began = performance.now();
+                markdown(text.repeat(10000));
+                return performance.now() - began;
+            });
             return Math.max(...times);
-        }"""
+        }""",
+        ["[", "*a ", "**", "_a", "`", "> ", "- ", "  - a\n", "![](", "<http://", "|-", "a*_", "\\"],
     )
     assert slowest < 3000  # milliseconds on a busy machine; what is quadratic takes minutes
 
@@ -268,7 +290,9 @@ def test_the_keyboard_is_enough(visit: Callable[..., Any], script: Script) -> No
     expect(page.locator("#heat")).to_be_focused()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
-    expect(page.locator("#readout")).to_contain_text(re.compile(r"Layer 1, expert 2: heat \d\.\d\d, (in memory|on disk)"))
+    expect(page.locator("#readout")).to_contain_text(
+        re.compile(r"Layer 1, expert 2: heat \d\.\d\d, (in memory|on disk)")
+    )
     page.keyboard.press("Escape")
     expect(page.locator("#panel")).to_be_hidden()
     expect(page.locator("#open-panel")).to_be_focused()
@@ -287,7 +311,9 @@ def reach(page: Any, name: str, key: str = "Tab") -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_overflows_a_phone(visit: Callable[..., Any], script: Script, scheme: str) -> None:
-    script.answer = "w" * 300 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + " | ".join(["cell"] * 30) + " |\n" + "|-" * 30 + "|"
+    script.answer = (
+        "w" * 300 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + " | ".join(["cell"] * 30) + " |\n" + "|-" * 30 + "|"
+    )
     page = visit(viewport={"width": 360, "height": 640}, color_scheme=scheme)
     widest = "() => Math.max(document.documentElement.scrollWidth, document.querySelector('#scroller').scrollWidth)"
     assert page.evaluate(widest) <= 360
@@ -306,12 +332,21 @@ def test_nothing_overflows_a_phone(visit: Callable[..., Any], script: Script, sc
 
 CONTRASTS = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };
+    const rgb = (colour) => {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data];
+    };
+    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     const light = (colour) => {
-        const [r, g, b] = colour.map((part) => part / 255).map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = colour.map((part) => linear(part / 255));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
-    const behind = (node) => { for (; node; node = node.parentElement) { const colour = rgb(getComputedStyle(node).backgroundColor); if (colour[3] === 255) return colour; } };
+    const behind = (node) => {
+        const colour = rgb(getComputedStyle(node).backgroundColor);
+        return colour[3] === 255 ? colour : behind(node.parentElement);
+    };
     return selectors.map((selector) => {
         const node = document.querySelector(selector);
         const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
@@ -333,9 +368,10 @@ def test_both_themes_have_contrast_and_the_switch_is_remembered(
     done(page)
     expect(page.locator("#legend dd").first).to_be_visible()
     text = [
-        "body", ".hint", ".model", ".message.user .body", ".body p", ".body code", ".code-head", ".failure p", ".action",
-        ".measured", ".chats .current .open", ".chats .icon-button", ".side-foot p", "#state", "#pressure", ".figure",
-        ".tile h3", ".small", ".axes", ".readout", "#legend dt", ".send", ".new", ".body pre code", "summary, .ramps li",
+        "body", ".hint", ".model", ".message.user .body", ".body p", ".body code", ".code-head", ".failure p",
+        ".action", ".measured", ".chats .current .open", ".chats .icon-button", ".side-foot p", "#state", "#pressure",
+        ".figure", ".tile h3", ".small", ".axes", ".readout", "#legend dt", ".send", ".new", ".body pre code",
+        ".ramps li",
     ]  # fmt: skip
     for _ in range(2):
         weak = [(name, round(ratio, 2)) for name, ratio in page.evaluate(CONTRASTS, text) if ratio < 4.5]
@@ -352,7 +388,9 @@ def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], 
     script.refuse = [(429, 7), (503, 0)]
     page = visit()
     say(page, "Hello")
-    expect(page.locator(".failure")).to_contain_text("The queue is full: too many replies are waiting. Try again in 7 seconds.")
+    expect(page.locator(".failure")).to_contain_text(
+        "The queue is full: too many replies are waiting. Try again in 7 seconds."
+    )
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".failure")).to_contain_text("takes no new work now")
     page.get_by_role("button", name="Try again").click()
@@ -433,7 +471,9 @@ def test_a_reply_goes_on_while_another_conversation_is_shown(visit: Callable[...
 def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callable[..., Any], script: Script) -> None:
     page = visit()
     page.evaluate(
-        """() => { for (let size = 2 ** 22; size; size >>= 1) try { localStorage.setItem(`filler${size}`, "x".repeat(size)); } catch {} }"""
+        """() => { for (let size = 2 ** 22; size; size >>= 1) {
+            try { localStorage.setItem(`filler${size}`, "x".repeat(size)); } catch {}
+        } }"""
     )
     say(page, "Hello " * 50)
     done(page)
@@ -442,7 +482,9 @@ def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callabl
         page.locator("#banner button").click()
     kept = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
     assert kept["conversations"][0]["messages"][1]["content"] == ANSWER
-    page.evaluate("for (const key of Object.keys(localStorage)) if (key.startsWith('filler')) localStorage.removeItem(key)")
+    page.evaluate(
+        "for (const key of Object.keys(localStorage)) if (key.startsWith('filler')) localStorage.removeItem(key)"
+    )
     say(page, "Again")
     done(page)
     expect(page.locator("#banner")).to_be_hidden()
@@ -457,7 +499,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(visit: Callable[..., Any],
         expect(page.locator("#ask-key")).to_be_visible()
         page.fill("#key", given)
         page.keyboard.press("Enter")
-    expect(page.locator("#model")).to_contain_text("Qwen3")
+    expect(page.locator("#model")).to_contain_text("stand-in")
     say(page, "Hello")
     done(page)
     kept = "name => Object.values(window[name]).some(value => value.includes('s3cret'))"
@@ -475,7 +517,10 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[.
     page.press("#prompt", "Enter")
     expect(page.locator(".message")).to_have_count(4)
     done(page)
-    assert [asked["prompt"] for asked in script.asked] == ["In the beginning ", "In the beginning there was **light**"]
+    assert [asked["prompt"] for asked in script.asked] == [
+        "In the beginning ",
+        "In the beginning there was **light**",
+    ]
 
 
 def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], script: Script) -> None:
@@ -492,7 +537,10 @@ def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], sc
     expect(page.locator("#heat-summary")).to_contain_text("48 layers of 128 experts.")
     widths = page.locator("#bar .part").evaluate_all("parts => parts.map(part => part.getBoundingClientRect().width)")
     assert widths[1] / sum(widths) == pytest.approx(13.2 / 22.3, abs=0.03)
-    assert page.locator("#heat").evaluate("map => new Set(map.getContext('2d').getImageData(0, 0, 300, 200).data).size") > 20
+    assert (
+        page.locator("#heat").evaluate("map => new Set(map.getContext('2d').getImageData(0, 0, 300, 200).data).size")
+        > 20
+    )
     script.state = "draining"
     expect(page.locator("#notice")).to_contain_text("No new work is taken")
     page.click("#close-panel")

@@ -5,13 +5,8 @@ import { several } from "./words.js";
 
 const KEY = "mlxmoe.key";
 
-// `words`: for people. `again`: whether trying again can help.
-export class Trouble extends Error {
-  constructor(words, again = true) {
-    super(words);
-    this.again = again;
-  }
-}
+// Its message is for people.
+export class Trouble extends Error {}
 
 // The API key: of this tab, or of this browser where the user said so.
 export class Key {
@@ -116,7 +111,7 @@ async function refused(answer) {
   if (answer.status === 429) return new Trouble(`The queue is full: too many replies are waiting.${when}`);
   if (answer.status === 503) return new Trouble(`The server takes no new work now. ${said}${when}`.trim());
   if (answer.status >= 500) return new Trouble(`The server failed (${answer.status}). ${said}`.trim());
-  return new Trouble(`The server refused this (${answer.status}). ${said}`.trim(), false);
+  return new Trouble(`The server refused this (${answer.status}). ${said}`.trim());
 }
 
 async function* lines(stream) {

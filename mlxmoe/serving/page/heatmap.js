@@ -3,6 +3,7 @@
 import { byId } from "./dom.js";
 import { several, whole } from "./words.js";
 
+const HOT = 0.5; // of the most wanted expert's heat
 const LEVELS = 32;
 const LEAST = 2; // pixels of a cell's width; wider models scroll
 
@@ -52,13 +53,10 @@ export class Heatmap {
   }
 
   summary() {
-    let best = [0, 0];
-    this.heat.forEach((row, layer) => row.forEach((heat, expert) => {
-      if (heat > this.heat[best[0]][best[1]]) best = [layer, expert];
-    }));
     const size = `${several(this.heat.length, "layer")} of ${several(Math.max(...this.heat.map((row) => row.length)), "expert")}.`;
-    const hot = this.heat[best[0]][best[1]];
-    return hot > 0 ? `${size} The hottest is expert ${best[1]} of layer ${this.layers[best[0]]}.` : `${size} None was asked for yet.`;
+    const held = this.heat.flatMap((row, layer) => row.flatMap((heat, expert) => (heat >= HOT ? [this.resident[layer]?.[expert]] : [])));
+    if (!held.length) return `${size} None was asked for lately.`;
+    return `${size} Of ${whole(held.length)} with a heat of ${HOT} or more, ${whole(held.filter(Boolean).length)} are in memory.`;
   }
 
   draw() {

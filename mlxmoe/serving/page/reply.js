@@ -37,7 +37,7 @@ export class Reply {
       message.state = "done";
     } catch (error) {
       message.state = this.left ? "left" : this.controller.signal.aborted ? "stopped" : "failed";
-      if (message.state === "failed") message.error = { words: error.message, again: error.again ?? true };
+      if (message.state === "failed") message.error = error.message;
     }
     delete message.queued;
     this.ended();
@@ -56,7 +56,8 @@ export class Reply {
     }
     if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
     message.content += text;
-    if (choice?.finish_reason) message.finish = choice.finish_reason;
+    // OpenAI's form has no word for an end by lack of memory: the server says it beside.
+    if (choice?.finish_reason) message.finish = choice.mlxmoe?.finish_reason ?? choice.finish_reason;
     if (chunk.usage?.completion_tokens) message.tokens = chunk.usage.completion_tokens;
     this.changed();
   }

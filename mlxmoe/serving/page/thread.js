@@ -69,7 +69,7 @@ export class Thread {
 
 function empty(model) {
   const words = model?.continues ? "Begin a text, and the model goes on with it." : "Ask something, or paste a text to work on.";
-  const image = el("img", { src: "page/icon.svg", alt: "" });
+  const image = el("img", { src: "icon.svg", alt: "" });
   return el("div", { class: "empty" }, image, el("h2", {}, "What is on your mind?"), el("p", {}, words, " It stays between this browser and your server."));
 }
 
@@ -191,7 +191,7 @@ class Written {
 
   failure(error, now) {
     const again = el("button", { type: "button", class: "quiet", onclick: () => this.thread.acts.again(this.message) }, "Try again");
-    return el("div", { class: "failure", role: now ? "alert" : null }, el("p", {}, error.words), again);
+    return el("div", { class: "failure", role: now ? "alert" : null }, el("p", {}, error), again);
   }
 
   actions() {
