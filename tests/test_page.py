@@ -399,6 +399,13 @@ def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], 
     assert page.locator(".message").count() == 2
     assert page.locator(".failure").count() == 0
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "Hello"}]
+    script.refuse = [(429, 7)]
+    say(page, "More")
+    expect(page.locator(".failure")).to_be_visible()
+    say(page, "Please")
+    done(page)
+    turns = [(turn["role"], turn["content"]) for turn in script.asked[-1]["messages"]]
+    assert turns == [("user", "Hello"), ("assistant", ANSWER), ("user", "More\n\nPlease")]
 
 
 def test_a_lost_connection_keeps_the_words_and_is_told(visit: Callable[..., Any], script: Script) -> None:
@@ -505,6 +512,21 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(visit: Callable[..., Any],
     kept = "name => Object.values(window[name]).some(value => value.includes('s3cret'))"
     assert page.evaluate(kept, "sessionStorage")
     assert not page.evaluate(kept, "localStorage")
+
+
+def test_who_has_no_key_is_asked_again_only_when_they_want_something(
+    visit: Callable[..., Any], script: Script
+) -> None:
+    script.key = "s3cret"
+    page = visit()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#model")).to_have_text("The server wants an API key.")
+    page.wait_for_timeout(300)
+    expect(page.locator("#ask-key")).to_be_hidden()
+    say(page, "Hello")
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".failure")).to_contain_text("wants an API key")
+    expect(page.locator(".message.user .body")).to_have_text("Hello")
 
 
 def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[..., Any], script: Script) -> None:

@@ -8,6 +8,9 @@ const KEY = "mlxmoe.key";
 // Its message is for people.
 export class Trouble extends Error {}
 
+// The user gave no key: not to be asked again before they do something.
+export class KeyTrouble extends Trouble {}
+
 // The API key: of this tab, or of this browser where the user said so.
 export class Key {
   constructor() {
@@ -81,9 +84,17 @@ export class Api {
       if (answer.ok) return answer;
       if (answer.status !== 401) throw await refused(answer);
       if (this.key.value !== used) continue; // another request has just got a new one
-      const again = ask && (await (this.asking ??= this.askKey(tried || used !== null)));
+      const again = ask && (await (this.asking ??= this.askForKey(tried || used !== null)));
+      if (!again) throw new KeyTrouble("The server wants an API key.");
+    }
+  }
+
+  // One dialog, however many requests want it.
+  async askForKey(wrong) {
+    try {
+      return await this.askKey(wrong);
+    } finally {
       this.asking = null;
-      if (!again) throw new Trouble("The server wants an API key.");
     }
   }
 

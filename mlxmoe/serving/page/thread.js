@@ -125,7 +125,7 @@ class Written {
     this.thread = thread;
     this.shown = 0; // characters of the content
     this.thought = null;
-    this.spoken = message.state !== "going"; // only what is written now is read out
+    this.spoken = true; // only what is written from now on is read out
     this.frame = 0;
     this.rested = 0; // when the next drawing may be, so that drawing takes a part of the time only
     this.body = el("div", { class: model?.continues ? "body plain" : "body" });
@@ -136,7 +136,8 @@ class Written {
     if (model?.continues) this.body.append("");
     this.text = model?.continues ? plain(this.body.firstChild) : new GrowingMarkdown(this.body, (node) => this.say(node));
     this.draw();
-    if (message.state !== "going") this.ended(false);
+    if (message.state === "going") this.spoken = false;
+    else this.ended(false);
   }
 
   changed() {
