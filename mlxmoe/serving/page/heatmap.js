@@ -40,7 +40,7 @@ export class Heatmap {
 
   // `heat`, `resident`: [layers][experts]; `paths`: of the layers, for their numbers.
   show(heat, resident, paths) {
-    this.heat = heat;
+    this.heat = heat.map((row) => row.map((each) => each ?? 0)); // JSON's null: no number
     this.resident = resident;
     this.layers = heat.map((_, row) => Number(/layers\.(\d+)/.exec(paths[row] ?? "")?.[1] ?? row));
     if (this.at && !(this.at[1] < heat[this.at[0]]?.length)) this.at = null;
@@ -56,7 +56,7 @@ export class Heatmap {
     const size = `${several(this.heat.length, "layer")} of ${several(Math.max(...this.heat.map((row) => row.length)), "expert")}.`;
     const held = this.heat.flatMap((row, layer) => row.flatMap((heat, expert) => (heat >= HOT ? [this.resident[layer]?.[expert]] : [])));
     if (!held.length) return `${size} None was asked for lately.`;
-    return `${size} Of ${whole(held.length)} with a heat of ${HOT} or more, ${whole(held.filter(Boolean).length)} are in memory.`;
+    return `${size} In memory of those with a heat of ${HOT} or more: ${whole(held.filter(Boolean).length)} of ${whole(held.length)}.`;
   }
 
   draw() {
@@ -67,7 +67,7 @@ export class Heatmap {
     const scale = devicePixelRatio || 1;
     const room = this.canvas.parentElement.clientWidth * scale;
     this.width = Math.max(room / columns, LEAST * scale);
-    this.height = Math.round(Math.min(14, Math.max(3, 250 / rows)) * scale);
+    this.height = Math.round(Math.min(20, Math.max(3, 250 / rows)) * scale);
     this.canvas.width = Math.round(this.width * columns);
     this.canvas.height = this.height * rows;
     this.canvas.style.width = `${this.canvas.width / scale}px`;
@@ -114,6 +114,9 @@ export class Heatmap {
     const [row, expert] = this.at ?? [0, 0];
     const next = Math.min(this.heat.length - 1, Math.max(0, row + step[0]));
     this.move([next, Math.min(this.heat[next].length - 1, Math.max(0, expert + step[1]))]);
+    const seen = this.canvas.parentElement; // a wide model's map scrolls within it
+    const left = ((this.at[1] + 0.5) * this.width) / (devicePixelRatio || 1);
+    if (left < seen.scrollLeft || left > seen.scrollLeft + seen.clientWidth) seen.scrollLeft = left - seen.clientWidth / 2;
   }
 
   move(at) {
