@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 import mlxmoe
@@ -79,7 +79,7 @@ def make_app(script: Script) -> FastAPI:
     async def guard(request: Request, call_next: Any) -> Response:
         path = request.url.path
         allowed = request.headers.get("authorization") == f"Bearer {script.key}"
-        if script.key and not allowed and path.startswith(("/v1", "/api")):
+        if script.key and not allowed and path.startswith(("/v1/", "/api/")):
             return failure(401, "no such key")
         answer: Response = await call_next(request)
         answer.headers["Content-Security-Policy"] = "default-src 'self'"
@@ -89,7 +89,7 @@ def make_app(script: Script) -> FastAPI:
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         facts = {"context": 32768, "has_chat_template": script.has_chat_template}
-        model = {"id": "Qwen3-30B-A3B-4bit", "object": "model", "created": 1, "owned_by": "mlxmoe", "mlxmoe": facts}
+        model = {"id": "stand-in", "object": "model", "created": 1, "owned_by": "mlxmoe", "mlxmoe": facts}
         return {"object": "list", "data": [model]}
 
     @app.get("/api/status")
@@ -107,11 +107,7 @@ def make_app(script: Script) -> FastAPI:
             return failure(status, "too many requests wait", {"Retry-After": str(seconds)})
         return StreamingResponse(events(script, body), media_type="text/event-stream")
 
-    @app.get("/")
-    def index() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    app.mount("/page", StaticFiles(directory=PAGE))
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app
 
 
@@ -140,7 +136,8 @@ async def events(script: Script, body: dict[str, Any]) -> AsyncIterator[str]:
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
         yield event(chat, {}, "stop")
-        yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': 9, 'completion_tokens': len(words)}})}\n\n"
+        usage = {"prompt_tokens": 9, "completion_tokens": len(words)}
+        yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
     finally:
         script.under_way -= 1
@@ -162,13 +159,15 @@ def make_status(script: Script) -> dict[str, Any]:
         "memory_bytes": 22_300_000_000, "reserve_bytes": 3_200_000_000, "context": 32768, "model_context": 40960,
         "chunk_tokens": 2048, "slots": {}, "total_bytes": 19_117_108_864,
     }  # fmt: skip
+    memory = {"plan": plan, "bank_bytes": 13_200_000_000, "kv_bytes": 3_220_000_000, "reading": {}, "usable_bytes": 0}
+    hits, misses = 943_000 + int(now * 96), 57_000 + int(now * 4)
+    ready = script.state == "ready"
     return {
-        "state": script.state, "accepts": script.state == "ready", "reason": "" if script.state == "ready" else "It ends.",
+        "state": script.state, "accepts": ready, "reason": "" if ready else "It ends.",
         "queued": 2, "active": 3, "best_batch": 6, "pressure": "normal", "replies": 412, "tokens": 123_456,
         "tokens_per_s": 21.4 + 6 * math.sin(now / 5) + lately.random(), "prompt_tokens": 900_000, "refused": 5,
         "uptime_s": 11_520.0, "heat": heat, "resident": IN_MEMORY,
-        "memory": {"plan": plan, "bank_bytes": 13_200_000_000, "kv_bytes": 3_220_000_000, "reading": {}, "usable_bytes": 0},
-        "stats": {"hits": 943_000 + int(now * 96), "misses": 57_000 + int(now * 4), "hit_rate": 0.943, "layers": layers},
+        "memory": memory, "stats": {"hits": hits, "misses": misses, "hit_rate": 0.943, "layers": layers},
     }  # fmt: skip
 
 

@@ -20,11 +20,17 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 expect = sync_api.expect
+expect.set_options(timeout=15_000)  # milliseconds, for a busy machine
+PLAIN = {"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce"}
 LONG = " ".join(f"word{number}" for number in range(400))
 HOSTILE = (
     '<img src=x onerror="window.harm=1"> <script>window.harm=1</script>\n\n'
     "[run](javascript:window.harm=1) [data](data:text/html,x) [own](/v1/models) ![pixel](http://harm.example/p.png)\n\n"
     "- <b>bold?</b> `<i>code</i>`\n\n```html\n<script>window.harm=1</script>\n```\n\n[good](https://good.example/a?b=c)"
+)
+MIXED = (
+    "- a\n\n- b\n  ```\n  c\n  ```\n- d\n\ntext\n| a | b |\n|---|---|\n| 1 | 2 |\nend\n\n\n1) x\n2) y\n\n"
+    "~~~py\n`not` the end\n``` nor this\n~~~\nafter\n# head\n> quote\n> - in it\nlast"
 )
 
 
@@ -158,8 +164,8 @@ def test_no_file_of_the_page_makes_markup_from_text_or_fetches_from_elsewhere() 
 
 def test_markdown_becomes_elements(visit: Callable[..., Any], script: Script) -> None:
     script.answer = (
-        "# Head\n\nA **bold** and *italic* and `code` word, 2 * 3 * 4, snake_case_name.\n\n1. one\n   - inner\n2. two\n\n"
-        "> said\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n---\n\n````py\n```\nx = 1\n````"
+        "# Head\n\nA **bold** and *italic* and `code` word, 2 * 3 * 4, snake_case_name.\n\n"
+        "1. one\n   - inner\n2. two\n\n> said\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n---\n\n````py\n```\nx = 1\n````"
     )
     page = visit()
     say(page, "Markdown, please.")
@@ -178,8 +184,12 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
     page = visit()
     differing = page.evaluate(
         """async (texts) => {
-            const { markdown, GrowingMarkdown } = await import("/page/markdown.js");
-            const flat = (root) => { root.querySelectorAll(".chunk").forEach((chunk) => chunk.replaceWith(chunk.textContent)); root.normalize(); return root; };
+            const { markdown, GrowingMarkdown } = await import("/markdown.js");
+            const flat = (root) => {
+                for (const chunk of root.querySelectorAll(".chunk")) chunk.replaceWith(chunk.textContent);
+                root.normalize();
+                return root;
+            };
             const wrong = [];
             for (const text of texts) for (const size of [1, 3, 7]) {
                 const [grown, whole] = [document.createElement("div"), document.createElement("div")];
@@ -203,12 +213,16 @@ def test_text_that_grows_looks_as_if_it_had_come_at_once(visit: Callable[..., An
 def test_hostile_markdown_takes_no_long_time(visit: Callable[..., Any]) -> None:
     page = visit()
     slowest = page.evaluate(
-        """async () => {
-            const { markdown } = await import("/page/markdown.js");
-            const texts = ["[", "*a ", "**", "_a", "`", "> ", "- ", "  - a\\n", "![](", "<http://", "|-", "a*_", "\\\\"];
-            const times = texts.map((text) => { const began = performance.now(); markdown(text.repeat(10000)); return performance.now() - began; });
+        """async (texts) => {
+            const { markdown } = await import("/markdown.js");
+            const times = texts.map((text) => {
+                const began = performance.now();
+                markdown(text.repeat(10000));
+                return performance.now() - began;
+            });
             return Math.max(...times);
-        }"""
+        }""",
+        ["[", "*a ", "**", "_a", "`", "> ", "- ", "  - a\n", "![](", "<http://", "|-", "a*_", "\\"],
     )
     assert slowest < 3000  # milliseconds on a busy machine; what is quadratic takes minutes
 
@@ -318,12 +332,21 @@ def test_nothing_overflows_a_phone(visit: Callable[..., Any], script: Script, sc
 
 CONTRASTS = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };
+    const rgb = (colour) => {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data];
+    };
+    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     const light = (colour) => {
-        const [r, g, b] = colour.map((part) => part / 255).map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = colour.map((part) => linear(part / 255));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
-    const behind = (node) => { for (; node; node = node.parentElement) { const colour = rgb(getComputedStyle(node).backgroundColor); if (colour[3] === 255) return colour; } };
+    const behind = (node) => {
+        const colour = rgb(getComputedStyle(node).backgroundColor);
+        return colour[3] === 255 ? colour : behind(node.parentElement);
+    };
     return selectors.map((selector) => {
         const node = document.querySelector(selector);
         const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
@@ -345,9 +368,10 @@ def test_both_themes_have_contrast_and_the_switch_is_remembered(
     done(page)
     expect(page.locator("#legend dd").first).to_be_visible()
     text = [
-        "body", ".hint", ".model", ".message.user .body", ".body p", ".body code", ".code-head", ".failure p", ".action",
-        ".measured", ".chats .current .open", ".chats .icon-button", ".side-foot p", "#state", "#pressure", ".figure",
-        ".tile h3", ".small", ".axes", ".readout", "#legend dt", ".send", ".new", ".body pre code", "summary, .ramps li",
+        "body", ".hint", ".model", ".message.user .body", ".body p", ".body code", ".code-head", ".failure p",
+        ".action", ".measured", ".chats .current .open", ".chats .icon-button", ".side-foot p", "#state", "#pressure",
+        ".figure", ".tile h3", ".small", ".axes", ".readout", "#legend dt", ".send", ".new", ".body pre code",
+        ".ramps li",
     ]  # fmt: skip
     for _ in range(2):
         weak = [(name, round(ratio, 2)) for name, ratio in page.evaluate(CONTRASTS, text) if ratio < 4.5]
@@ -375,6 +399,13 @@ def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], 
     assert page.locator(".message").count() == 2
     assert page.locator(".failure").count() == 0
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "Hello"}]
+    script.refuse = [(429, 7)]
+    say(page, "More")
+    expect(page.locator(".failure")).to_be_visible()
+    say(page, "Please")
+    done(page)
+    turns = [(turn["role"], turn["content"]) for turn in script.asked[-1]["messages"]]
+    assert turns == [("user", "Hello"), ("assistant", ANSWER), ("user", "More\n\nPlease")]
 
 
 def test_a_lost_connection_keeps_the_words_and_is_told(visit: Callable[..., Any], script: Script) -> None:
@@ -447,7 +478,9 @@ def test_a_reply_goes_on_while_another_conversation_is_shown(visit: Callable[...
 def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callable[..., Any], script: Script) -> None:
     page = visit()
     page.evaluate(
-        """() => { for (let size = 2 ** 22; size; size >>= 1) try { localStorage.setItem(`filler${size}`, "x".repeat(size)); } catch {} }"""
+        """() => { for (let size = 2 ** 22; size; size >>= 1) {
+            try { localStorage.setItem(`filler${size}`, "x".repeat(size)); } catch {}
+        } }"""
     )
     say(page, "Hello " * 50)
     done(page)
@@ -473,12 +506,27 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(visit: Callable[..., Any],
         expect(page.locator("#ask-key")).to_be_visible()
         page.fill("#key", given)
         page.keyboard.press("Enter")
-    expect(page.locator("#model")).to_contain_text("Qwen3")
+    expect(page.locator("#model")).to_contain_text("stand-in")
     say(page, "Hello")
     done(page)
     kept = "name => Object.values(window[name]).some(value => value.includes('s3cret'))"
     assert page.evaluate(kept, "sessionStorage")
     assert not page.evaluate(kept, "localStorage")
+
+
+def test_who_has_no_key_is_asked_again_only_when_they_want_something(
+    visit: Callable[..., Any], script: Script
+) -> None:
+    script.key = "s3cret"
+    page = visit()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#model")).to_have_text("The server wants an API key.")
+    page.wait_for_timeout(300)
+    expect(page.locator("#ask-key")).to_be_hidden()
+    say(page, "Hello")
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".failure")).to_contain_text("wants an API key")
+    expect(page.locator(".message.user .body")).to_have_text("Hello")
 
 
 def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[..., Any], script: Script) -> None:

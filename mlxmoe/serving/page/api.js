@@ -5,13 +5,11 @@ import { several } from "./words.js";
 
 const KEY = "mlxmoe.key";
 
-// `words`: for people. `again`: whether trying again can help.
-export class Trouble extends Error {
-  constructor(words, again = true) {
-    super(words);
-    this.again = again;
-  }
-}
+// Its message is for people.
+export class Trouble extends Error {}
+
+// The user gave no key: not to be asked again before they do something.
+export class KeyTrouble extends Trouble {}
 
 // The API key: of this tab, or of this browser where the user said so.
 export class Key {
@@ -86,9 +84,17 @@ export class Api {
       if (answer.ok) return answer;
       if (answer.status !== 401) throw await refused(answer);
       if (this.key.value !== used) continue; // another request has just got a new one
-      const again = ask && (await (this.asking ??= this.askKey(tried || used !== null)));
+      const again = ask && (await (this.asking ??= this.askForKey(tried || used !== null)));
+      if (!again) throw new KeyTrouble("The server wants an API key.");
+    }
+  }
+
+  // One dialog, however many requests want it.
+  async askForKey(wrong) {
+    try {
+      return await this.askKey(wrong);
+    } finally {
       this.asking = null;
-      if (!again) throw new Trouble("The server wants an API key.");
     }
   }
 
@@ -116,7 +122,7 @@ async function refused(answer) {
   if (answer.status === 429) return new Trouble(`The queue is full: too many replies are waiting.${when}`);
   if (answer.status === 503) return new Trouble(`The server takes no new work now. ${said}${when}`.trim());
   if (answer.status >= 500) return new Trouble(`The server failed (${answer.status}). ${said}`.trim());
-  return new Trouble(`The server refused this (${answer.status}). ${said}`.trim(), false);
+  return new Trouble(`The server refused this (${answer.status}). ${said}`.trim());
 }
 
 async function* lines(stream) {

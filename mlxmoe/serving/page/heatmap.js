@@ -3,6 +3,7 @@
 import { byId } from "./dom.js";
 import { several, whole } from "./words.js";
 
+const HOT = 0.5; // of the most wanted expert's heat
 const LEVELS = 32;
 const LEAST = 2; // pixels of a cell's width; wider models scroll
 
@@ -39,7 +40,7 @@ export class Heatmap {
 
   // `heat`, `resident`: [layers][experts]; `paths`: of the layers, for their numbers.
   show(heat, resident, paths) {
-    this.heat = heat;
+    this.heat = heat.map((row) => row.map((each) => each ?? 0)); // JSON's null: no number
     this.resident = resident;
     this.layers = heat.map((_, row) => Number(/layers\.(\d+)/.exec(paths[row] ?? "")?.[1] ?? row));
     if (this.at && !(this.at[1] < heat[this.at[0]]?.length)) this.at = null;
@@ -52,13 +53,10 @@ export class Heatmap {
   }
 
   summary() {
-    let best = [0, 0];
-    this.heat.forEach((row, layer) => row.forEach((heat, expert) => {
-      if (heat > this.heat[best[0]][best[1]]) best = [layer, expert];
-    }));
     const size = `${several(this.heat.length, "layer")} of ${several(Math.max(...this.heat.map((row) => row.length)), "expert")}.`;
-    const hot = this.heat[best[0]][best[1]];
-    return hot > 0 ? `${size} The hottest is expert ${best[1]} of layer ${this.layers[best[0]]}.` : `${size} None was asked for yet.`;
+    const held = this.heat.flatMap((row, layer) => row.flatMap((heat, expert) => (heat >= HOT ? [this.resident[layer]?.[expert]] : [])));
+    if (!held.length) return `${size} None was asked for lately.`;
+    return `${size} In memory of those with a heat of ${HOT} or more: ${whole(held.filter(Boolean).length)} of ${whole(held.length)}.`;
   }
 
   draw() {
@@ -69,7 +67,7 @@ export class Heatmap {
     const scale = devicePixelRatio || 1;
     const room = this.canvas.parentElement.clientWidth * scale;
     this.width = Math.max(room / columns, LEAST * scale);
-    this.height = Math.round(Math.min(14, Math.max(3, 250 / rows)) * scale);
+    this.height = Math.round(Math.min(20, Math.max(3, 250 / rows)) * scale);
     this.canvas.width = Math.round(this.width * columns);
     this.canvas.height = this.height * rows;
     this.canvas.style.width = `${this.canvas.width / scale}px`;
@@ -116,6 +114,9 @@ export class Heatmap {
     const [row, expert] = this.at ?? [0, 0];
     const next = Math.min(this.heat.length - 1, Math.max(0, row + step[0]));
     this.move([next, Math.min(this.heat[next].length - 1, Math.max(0, expert + step[1]))]);
+    const seen = this.canvas.parentElement; // a wide model's map scrolls within it
+    const left = ((this.at[1] + 0.5) * this.width) / (devicePixelRatio || 1);
+    if (left < seen.scrollLeft || left > seen.scrollLeft + seen.clientWidth) seen.scrollLeft = left - seen.clientWidth / 2;
   }
 
   move(at) {

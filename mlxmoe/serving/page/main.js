@@ -1,6 +1,6 @@
 // The page put together: which conversation is shown, and what the user's acts do to it.
 
-import { Api, Key } from "./api.js";
+import { Api, Key, KeyTrouble } from "./api.js";
 import { announce, byId, el, toast } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { Panel } from "./panel.js";
@@ -23,7 +23,8 @@ const sidebar = new Sidebar({ open, rename, remove });
 const panel = new Panel(api);
 const prompt = byId("prompt");
 let current = null;
-let model = null;
+let model = null; // what is known of it, once the server has said so
+let lookAgain = 0;
 
 function showTrouble(words) {
   const banner = byId("banner");
@@ -130,9 +131,10 @@ function ask() {
     thread.ended(message);
     keep();
     refresh();
+    if (message.state === "failed") watchModel(); // it may be another one now, or none
   };
   store.save(conversation);
-  const reply = new Reply(api, model ?? { id: "default" }, store.settings, conversation, { changed, ended });
+  const reply = new Reply(api, async () => model ?? findModel(), store.settings, conversation, { changed, ended });
   running.set(conversation.id, reply);
   announce("The reply begins.");
   refresh();
@@ -200,21 +202,27 @@ function fit() {
 }
 
 async function findModel() {
+  model = null;
+  const [found] = await api.models();
+  const facts = found.mlxmoe ?? {};
+  model = { id: found.id, continues: facts.has_chat_template === false };
+  const context = facts.context ? ` · ${facts.context.toLocaleString("en-US")} tokens of context` : "";
+  byId("model").textContent = found.id + context;
+  prompt.placeholder = model.continues ? "Begin a text, or leave this empty to go on" : "Write a message";
+  byId("max-tokens-hint").textContent = model.continues ? "Empty: 256." : "Empty: as many as fit.";
+  if (Boolean(thread.model?.continues) !== model.continues && !running.size) thread.show(current, model);
+  fit();
+  return model;
+}
+
+// Find the model, as soon as the server answers.
+async function watchModel() {
+  clearTimeout(lookAgain);
   try {
-    const [found] = await api.models();
-    const facts = found.mlxmoe ?? {};
-    model = { id: found.id, continues: facts.has_chat_template === false };
-    const context = facts.context ? ` · ${facts.context.toLocaleString("en-US")} tokens of context` : "";
-    byId("model").textContent = found.id + context;
-    if (model.continues) {
-      prompt.placeholder = "Begin a text, or leave this empty to go on";
-      byId("max-tokens-hint").textContent = "Empty: 256.";
-    }
-    if (!running.size) thread.show(current, model);
-    fit();
+    await findModel();
   } catch (error) {
     byId("model").textContent = error.message;
-    setTimeout(findModel, LOOK_AGAIN);
+    if (!(error instanceof KeyTrouble)) lookAgain = setTimeout(watchModel, LOOK_AGAIN);
   }
 }
 
@@ -253,7 +261,7 @@ new SettingsDialog(store, key);
 const first = store.current;
 open(store.conversations.has(first) ? first : (first === null ? store.list()[0]?.id : null) ?? null);
 showTheme();
-findModel();
+watchModel();
 prompt.focus();
 
 byId("new").addEventListener("click", begin);

@@ -65,7 +65,7 @@ export class Panel {
     this.notice(status.accepts ? "" : `No new work is taken. ${status.reason}`);
     chip("pressure", status.pressure, LEVELS[status.pressure] ?? "unknown");
     showMemory(status.memory);
-    this.showRate(status.tokens_per_s);
+    this.showRate(status.tokens_per_s ?? 0);
     this.showHits(status.stats);
     byId("batch").textContent = status.best_batch ? `${status.active} of ${status.best_batch}` : String(status.active);
     byId("queue").textContent = status.queued ? `${whole(status.queued)} waiting` : "none waiting";

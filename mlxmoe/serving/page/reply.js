@@ -2,8 +2,8 @@
 
 // What a message's state says: going (elsewhere: in another tab), done, stopped (by the user), left (the page was), failed.
 export class Reply {
-  // `changed()`: the message has changed. `ended()`: it will not any more.
-  constructor(api, model, settings, conversation, { changed, ended }) {
+  // `findModel()`: resolves to what is known of the model. `changed()`: the message has changed. `ended()`: it will not any more.
+  constructor(api, findModel, settings, conversation, { changed, ended }) {
     this.conversation = conversation;
     this.message = conversation.messages.at(-1);
     this.changed = changed;
@@ -11,7 +11,7 @@ export class Reply {
     this.controller = new AbortController();
     this.left = false;
     this.started = null; // seconds, when the first token came
-    this.promise = this.run(api, model, settings);
+    this.run(api, findModel, settings);
   }
 
   stop() {
@@ -25,10 +25,11 @@ export class Reply {
     this.controller.abort();
   }
 
-  async run(api, model, settings) {
+  async run(api, findModel, settings) {
     const { message } = this;
-    const [path, body] = model.continues ? continuation(this.conversation, settings) : chat(this.conversation, settings);
     try {
+      const model = await findModel();
+      const [path, body] = (model.continues ? continuation : chat)(this.conversation, settings);
       const chunks = api.stream(path, { model: model.id, ...body }, this.controller.signal, (queued) => {
         message.queued = queued;
         this.changed();
@@ -37,7 +38,7 @@ export class Reply {
       message.state = "done";
     } catch (error) {
       message.state = this.left ? "left" : this.controller.signal.aborted ? "stopped" : "failed";
-      if (message.state === "failed") message.error = { words: error.message, again: error.again ?? true };
+      if (message.state === "failed") message.error = error.message;
     }
     delete message.queued;
     this.ended();
@@ -56,15 +57,20 @@ export class Reply {
     }
     if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
     message.content += text;
-    if (choice?.finish_reason) message.finish = choice.finish_reason;
+    // OpenAI's form has no word for an end by lack of memory: the server says it beside.
+    if (choice?.finish_reason) message.finish = choice.mlxmoe?.finish_reason ?? choice.finish_reason;
     if (chunk.usage?.completion_tokens) message.tokens = chunk.usage.completion_tokens;
     this.changed();
   }
 }
 
 function chat({ messages }, settings) {
-  const said = messages.slice(0, -1).filter(({ role, content }) => role === "user" || content);
-  const turns = said.map(({ role, content }) => ({ role, content }));
+  const turns = [];
+  for (const { role, content } of messages.slice(0, -1)) {
+    // Many templates refuse two turns of one role, which a reply that failed would leave.
+    if (turns.at(-1)?.role === role) turns.at(-1).content += `\n\n${content}`;
+    else if (content) turns.push({ role, content });
+  }
   if (settings.system.trim()) turns.unshift({ role: "system", content: settings.system });
   return ["v1/chat/completions", { messages: turns, ...sampling(settings) }];
 }

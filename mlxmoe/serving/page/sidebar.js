@@ -16,7 +16,7 @@ export class Sidebar {
     const row = focused?.closest("li")?.dataset.id;
     const kind = focused?.dataset.kind;
     this.root.replaceChildren(...conversations.map((each) => this.row(each, each.id === current, running.has(each.id))));
-    if (row) this.root.querySelector(`li[data-id="${row}"] [data-kind="${kind}"]`)?.focus();
+    if (row) this.root.querySelector(`li[data-id="${CSS.escape(row)}"] [data-kind="${kind}"]`)?.focus();
   }
 
   row({ id, title }, current, running) {
@@ -45,7 +45,7 @@ export class Sidebar {
       event.stopPropagation();
       event.preventDefault();
       done(event.key === "Enter");
-      this.root.querySelector(`li[data-id="${id}"] [data-kind="rename"]`)?.focus();
+      this.root.querySelector(`li[data-id="${CSS.escape(id)}"] [data-kind="rename"]`)?.focus();
     });
     input.addEventListener("blur", () => done(true));
     item.replaceChildren(input);

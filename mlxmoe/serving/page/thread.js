@@ -69,7 +69,7 @@ export class Thread {
 
 function empty(model) {
   const words = model?.continues ? "Begin a text, and the model goes on with it." : "Ask something, or paste a text to work on.";
-  const image = el("img", { src: "page/icon.svg", alt: "" });
+  const image = el("img", { src: "icon.svg", alt: "" });
   return el("div", { class: "empty" }, image, el("h2", {}, "What is on your mind?"), el("p", {}, words, " It stays between this browser and your server."));
 }
 
@@ -125,7 +125,7 @@ class Written {
     this.thread = thread;
     this.shown = 0; // characters of the content
     this.thought = null;
-    this.spoken = message.state !== "going"; // only what is written now is read out
+    this.spoken = true; // only what is written from now on is read out
     this.frame = 0;
     this.rested = 0; // when the next drawing may be, so that drawing takes a part of the time only
     this.body = el("div", { class: model?.continues ? "body plain" : "body" });
@@ -136,7 +136,8 @@ class Written {
     if (model?.continues) this.body.append("");
     this.text = model?.continues ? plain(this.body.firstChild) : new GrowingMarkdown(this.body, (node) => this.say(node));
     this.draw();
-    if (message.state !== "going") this.ended(false);
+    if (message.state === "going") this.spoken = false;
+    else this.ended(false);
   }
 
   changed() {
@@ -191,7 +192,7 @@ class Written {
 
   failure(error, now) {
     const again = el("button", { type: "button", class: "quiet", onclick: () => this.thread.acts.again(this.message) }, "Try again");
-    return el("div", { class: "failure", role: now ? "alert" : null }, el("p", {}, error.words), again);
+    return el("div", { class: "failure", role: now ? "alert" : null }, el("p", {}, error), again);
   }
 
   actions() {
