@@ -81,6 +81,16 @@ def test_a_batch_does_not_grow_beyond_where_it_is_no_faster() -> None:
     assert (pace.allowed, pace.best) == (3, 3)
 
 
+def test_a_machine_that_was_busy_for_a_while_is_not_held_to_it() -> None:
+    clock = Clock()
+    pace = Pace(16, clock)
+    for number in range(STEPS):
+        pace.note(1, 0.10)
+        pace.note(2, 0.50 if number % 3 else 0.11)  # most steps of two waited for something else
+        pace.note(3, 0.12)
+    assert pace.allowed == 4
+
+
 def test_what_was_measured_is_forgotten_and_tried_again() -> None:
     pace, clock = measured({1: 0.1, 2: 0.2})
     assert (pace.allowed, pace.best) == (1, 1)

@@ -1,7 +1,8 @@
 """How many replies at once are worth it on this machine, from the steps themselves. Pure Python.
 
-A batch is grown by one for as long as that made more tokens per second, and not beyond the size from which on it did
-not. What was measured is forgotten after some time: contexts grow and the expert cache is resized.
+A batch is grown by one as long as that made more tokens per second, and not beyond the smallest size that is as good
+as the best. What was measured is forgotten after a while: contexts grow, the expert cache is resized, and a machine
+that had other things to do tells nothing of itself.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from statistics import quantiles
 
 STEPS = 8  # of one size before it is judged
 STEPS_KEPT = 32
 GAIN = 0.03  # more tokens per second, from which on a larger batch counts as faster
-FORGET_S = 120.0
+FORGET_S = 30.0
 
 
 class Pace:
@@ -32,25 +33,28 @@ class Pace:
     @property
     def allowed(self) -> int:
         """Replies at once that are to be under way now, if so many are wanted."""
-        size = 1
-        while size < self._most and self._is_worth_more(size):
-            size += 1
-        return size
+        size = self._fastest
+        return min(size if size and self._rate(size + 1) else size + 1, self._most)
 
     @property
     def best(self) -> int | None:
         """The size beyond which more were not faster; None while that is not known."""
-        size = self.allowed
-        return size if size < self._most and self._rate(size + 1) is not None else None
+        size = self._fastest
+        return size if size and size < self._most and self._rate(size + 1) else None
 
-    def _is_worth_more(self, size: int) -> bool:
-        """Whether one more than `size` was faster, or has to be tried."""
-        rate, more = self._rate(size), self._rate(size + 1)
-        return rate is not None and (more is None or more > rate * (1 + GAIN))
+    @property
+    def _fastest(self) -> int:
+        """The smallest size that is as good as any; 0 where nothing is known."""
+        rates = {size: rate for size in sorted(self._steps) if (rate := self._rate(size))}
+        enough = max(rates.values(), default=0.0) / (1 + GAIN)
+        return next((size for size, rate in rates.items() if rate >= enough), 0)
 
     def _rate(self, size: int) -> float | None:
-        """Tokens per second of all replies together; None where too few steps are known."""
+        """Tokens per second of all replies together; None where too few steps are known.
+
+        By the quicker steps: whatever else the machine did made the others longer.
+        """
         steps, since = self._steps.get(size, deque()), self._clock() - FORGET_S
         while steps and steps[0][0] < since:
             steps.popleft()
-        return size / median(seconds for _, seconds in steps) if len(steps) >= STEPS else None
+        return size / quantiles(seconds for _, seconds in steps)[0] if len(steps) >= STEPS else None
