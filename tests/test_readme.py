@@ -14,10 +14,11 @@ from mlxmoe.registry import markdown_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 # Not run here: the two set-up commands (CI runs the second; a clean machine the first), models of many gigabytes, and
 # programs that wait for a person.
-NOT_RUN = ("pip install", "mlx-community/", "mlxmoe chat", "FOLDER")
+NOT_RUN = ("pip install", "mlx-community/", "mlxmoe chat", "mlxmoe serve", "FOLDER")
 
 
 def blocks(language: str) -> list[str]:
@@ -71,13 +72,13 @@ def test_names_in_the_readme_exist() -> None:
 
 
 def test_every_option_that_the_readme_shows_exists() -> None:
-    for command in ("generate", "chat", "verify", "models", "doctor", "profile", "plan", "tune"):
+    for command in ("generate", "chat", "verify", "models", "doctor", "profile", "plan", "tune", "serve"):
         text = subprocess.run(
             [sys.executable, "-m", "mlxmoe", command, "--help"],
             capture_output=True,
             text=True,
             env={"COLUMNS": "200"},
         ).stdout
-        for line in re.findall(rf"mlxmoe {command} [^\n`]*", README):
+        for line in re.findall(rf"mlxmoe {command} [^\n`]*", README + SERVING):
             for option in re.findall(r"(--[a-z-]+)", line):
                 assert option in text, f"mlxmoe {command} has no {option}"
