@@ -13,6 +13,7 @@ import httpx
 from fake_desk import FakeDesk, wait_for
 
 from mlxmoe.serving.app import Listener, create_app
+from mlxmoe.serving.jobs import Desk
 from mlxmoe.serving.settings import ServerSettings
 
 
@@ -53,7 +54,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 @contextmanager
-def running(desk: FakeDesk, **settings: Any) -> Iterator[str]:
+def running(desk: Desk, **settings: Any) -> Iterator[str]:
     """The address of a real server."""
     chosen = ServerSettings(port=0, **settings)
     server = Listener(create_app(desk, chosen), chosen)
