@@ -18,20 +18,32 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.models.muse_spark
 import pytest
+from click.testing import Result
 from definitions import DEFINITIONS, MUSE_SPARK_KERNELS
 from hypothesis import HealthCheck, settings
 from mlx_lm.utils import load as stock_load
 from mlx_lm.utils import load_model
 from tiny import make_tiny
+from typer.testing import CliRunner
 
 from mlxmoe import Engine, load
+from mlxmoe.cli.main import app
 from mlxmoe.hub import demo_folder
+from mlxmoe.tuning.bench import EngineBench
 
 TOOLS = Path(__file__).parent.parent / "tools"
 
 # Examples take as long as the model takes: a deadline would time the machine, not the code.
 settings.register_profile("mlxmoe", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("mlxmoe")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is thorough is slow too: `-m "not slow"` takes the place of the `-m "not thorough"` of pyproject.toml."""
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,6 +76,13 @@ def demo() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture
+def quick_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement of a tuning takes a few tokens, whatever time there is."""
+    decode = EngineBench.decode
+    monkeypatch.setattr(EngineBench, "decode", lambda bench, point, seconds: decode(bench, point, 0.0))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random qwen3_moe, not to be modified."""
@@ -75,6 +94,14 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint of 1 GB, made by the project's own tool."""
     folder = tmp_path_factory.mktemp("synthetic") / "gigabyte"
     run_tool("make_synthetic.py", str(folder), "--preset", "1gb")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def half_gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with half of the layers, where the size need only be much more than what else a process holds."""
+    folder = tmp_path_factory.mktemp("synthetic") / "half"
+    run_tool("make_synthetic.py", str(folder), "--preset", "1gb", "--layers", "8")
     return folder
 
 
@@ -101,6 +128,11 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 def run_tool(name: str, *arguments: str) -> None:
     """Run one of tools/ as a user would."""
     subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, capture_output=True)
+
+
+def command(*arguments: str | Path, stdin: str | None = None, **environment: str) -> Result:
+    """What `mlxmoe` does with the arguments, in this process: a new one takes seconds to import what it needs."""
+    return CliRunner(env={"COLUMNS": "80", **environment}).invoke(app, [*map(str, arguments)], input=stdin)
 
 
 def watch_passes(

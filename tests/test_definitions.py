@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 PREFILL = list(range(5, 45))  # past every tiny window and chunk, and past the 64 pairs where mlx-lm begins to sort
 DECODE = [900, 17, 333, 1200, 64]
+CHUNK = 24
 
 
 def logits(decoder: Decoder) -> mx.array:
@@ -39,7 +40,7 @@ def capacities(folder: Path) -> Iterator[LoadedModel]:
     layers = open_folder(folder).layers
     floor, total = sum(layer.floor_bytes for layer in layers), sum(layer.nbytes for layer in layers)
     for size in (floor, (floor + total) // 2, total):
-        loaded = load_folder(folder, experts=size, memory_bytes=2**62)
+        loaded = load_folder(folder, experts=size, memory_bytes=2**62, chunk_tokens=CHUNK)
         yield loaded
         loaded.experts.close()
 
@@ -50,12 +51,12 @@ def test_definitions_are_bit_identical(tmp_path: Path, name: str) -> None:
     config: dict[str, Any] = DEFINITIONS.get(name) or ALIASES[name]
     folder = make_tiny(tmp_path / name, config)
     stock, _ = load_model(folder)
-    expected = logits(Decoder(stock, ExpertCache.of_nothing(), chunk_tokens=24))
+    expected = logits(Decoder(stock, ExpertCache.of_nothing(), chunk_tokens=CHUNK))
     assert mx.all(mx.isfinite(expected)), "a comparison of NaN proves nothing"
     assert mx.any(expected[0] != expected[-1])
     misses = []
     for loaded in capacities(folder):
-        decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=24)
+        decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=CHUNK)
         found = in_another_thread(lambda decoder=decoder: logits(decoder))
         assert mx.array_equal(found, expected), f"slots {loaded.plan.slots}"
         misses.append(sum(c.misses for c in loaded.experts.counters.values()))

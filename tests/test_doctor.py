@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import plistlib
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -15,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from click.testing import Result
+from conftest import command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -456,33 +457,30 @@ def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert resolve(None, download=False) == demo_folder()
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mlxmoe", "doctor", *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "300"},
-    )  # fmt: skip
+def doctor(*arguments: str | Path) -> Result:
+    return command("doctor", *arguments, COLUMNS="300")
 
 
 def test_the_command_prints_a_table_and_ends_as_it_found(hundred_megabytes: Path) -> None:
-    done = run(str(hundred_megabytes))
-    assert done.returncode == (0 if "Nothing is wrong." in done.stdout else 1), done.stderr
+    done = doctor(hundred_megabytes)
+    assert done.exit_code == (0 if "Nothing is wrong." in done.stdout else 1), done.stderr
     for word in ("memory", "pressure", "swap used", "versions", "reading it", "MB in 1 file, fits in memory"):
         assert word in done.stdout
     assert "Traceback" not in done.stderr
 
 
 def test_the_commands_json_is_the_report() -> None:
-    done = run("--json")
+    done = doctor("--json")
     report = json.loads(done.stdout)
-    assert done.returncode == (0 if report["healthy"] else 1)
+    assert done.exit_code == (0 if report["healthy"] else 1)
     assert report["facts"]["reading"]["total_bytes"] > 0
     assert report["facts"]["model"] is None
 
 
 def test_the_command_ends_with_1_when_something_is_wrong(tmp_path: Path) -> None:
-    done = run(str(tmp_path))
-    assert done.returncode == 1
+    done = doctor(tmp_path)
+    assert done.exit_code == 1
     assert "Wrong: " in done.stdout
     assert "What to do: " in done.stdout
-    missing = run("/nowhere/at/all")
-    assert (missing.returncode, missing.stdout) == (3, "")
+    missing = doctor("/nowhere/at/all")
+    assert (missing.exit_code, missing.stdout) == (3, "")

@@ -80,15 +80,16 @@ def test_logits_are_those_of_mlx_lm_to_the_bit(engines: dict[str, Engine], stock
         assert mx.array_equal(engine.logits(tokens), stock)
 
 
-def test_a_quarter_of_the_experts_really_streams(engines: dict[str, Engine]) -> None:
-    engine = engines["25%"]
-    before = engine.stats()
-    tokens_of(engine, PROMPTS[0], 40)
-    after = engine.stats()
+def test_a_quarter_of_the_experts_really_streams() -> None:
+    with load(experts="25%", lookahead=False) as engine:  # a guess that is being read is a miss of no more bytes
+        before = engine.stats()
+        tokens_of(engine, PROMPTS[0], 40)
+        after = engine.stats()
+        expert_bytes = engine.plan.expert_bytes // sum(layer.num_experts for layer in after.layers)
     assert after.misses > before.misses
     assert after.evictions > before.evictions
     assert sum(layer.slots for layer in after.layers) * 4 == sum(layer.num_experts for layer in after.layers)
-    assert after.bytes_read == after.misses * engine.plan.expert_bytes // sum(x.num_experts for x in after.layers)
+    assert after.bytes_read == after.misses * expert_bytes
 
 
 def test_a_resident_layer_is_stock_code(engines: dict[str, Engine]) -> None:
@@ -165,7 +166,7 @@ def oracle(stock_demo: tuple[Any, Any]) -> Oracle:
     return Oracle(stock_demo)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(experts=st.sampled_from(["25%", "40%", "75%", "all"]), starts=starts, moves=moves)
 def test_interleaved_streams_and_sessions_each_give_what_stock_gives(
     engines: dict[str, Engine],
@@ -325,7 +326,7 @@ def in_the_expert_cache(code: CodeType) -> bool:
     return "/mlxmoe/experts/" in code.co_filename and not code.co_qualname.startswith(("Passes.one", "_Queue."))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(nth=st.integers(1, 3000))
 def test_an_interrupt_at_any_line_of_the_expert_cache_leaves_the_engine_exact(
     engines: dict[str, Engine], expected: dict[str, list[int]], nth: int

@@ -19,14 +19,15 @@ LOAD = """
 import sys
 from mlxmoe import MlxMoeError, load
 from mlxmoe.hub import resolve
-seen = []
-try:
-    folder = resolve(sys.argv[1], sys.argv[2] or None, lambda *report: seen.append(report))
-    print("OK", sorted(p.name for p in folder.iterdir()))
-    with load(folder, experts="50%") as engine:
-        print(engine.generate([5, 6, 7], max_tokens=2, raw=True) is not None, seen[-1] if seen else None)
-except MlxMoeError as error:
-    print(type(error).__name__, error)
+for model, _, revision in (name.partition("@") for name in sys.argv[1:]):
+    seen = []
+    try:
+        folder = resolve(model, revision or None, lambda *report: seen.append(report))
+        print("OK", sorted(p.name for p in folder.iterdir()))
+        with load(folder, experts="50%") as engine:
+            print(engine.generate([5, 6, 7], max_tokens=2, raw=True) is not None, seen[-1] if seen else None)
+    except MlxMoeError as error:
+        print(type(error).__name__, error)
 """
 
 
@@ -42,14 +43,14 @@ class Machine:
     def __init__(self, home: Path) -> None:
         self.home = home
 
-    def load(self, hub_url: str, model: str, revision: str = "", **environment: str) -> str:
+    def load(self, hub_url: str, *models: str, **environment: str) -> str:
+        """What a process says that loads one after the other: hub ids, with @revision behind them or not."""
         env = {
             **os.environ, "HF_HOME": str(self.home), "HF_ENDPOINT": hub_url, "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DOWNLOAD_TIMEOUT": "2", "HF_HUB_ETAG_TIMEOUT": "2", "HF_HUB_DISABLE_XET": "1", **environment,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD, model, revision], env=env, capture_output=True, text=True, timeout=120
-        )
+        command = [sys.executable, "-c", LOAD, *models]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert "%|" not in done.stderr, "a library draws no progress bars of its own"
         return done.stdout
@@ -113,14 +114,13 @@ def test_a_hub_that_is_down_is_no_missing_model(hub: StandIn, machine: Machine) 
 
 
 def test_what_the_hub_does_not_have_is_named(hub: StandIn, machine: Machine) -> None:
-    out = machine.load(hub.url, "org/absent")
-    assert out.startswith("ModelNotFoundError The hub has no org/absent")
-    out = machine.load(hub.url, "org/tiny", "v9")
-    assert out.startswith("ModelNotFoundError The hub has no org/tiny at revision v9")
+    absent, revision = machine.load(hub.url, "org/absent", "org/tiny@v9").splitlines()
+    assert absent.startswith("ModelNotFoundError The hub has no org/absent")
+    assert revision.startswith("ModelNotFoundError The hub has no org/tiny at revision v9")
 
 
 def test_a_revision_may_be_a_commit(hub: StandIn, machine: Machine) -> None:
-    assert machine.load(hub.url, "org/tiny", "a" * 40).startswith("OK")
+    assert machine.load(hub.url, f"org/tiny@{'a' * 40}").startswith("OK")
 
 
 def test_a_disk_too_small_is_said_before_the_download(hub: StandIn, machine: Machine) -> None:

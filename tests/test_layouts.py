@@ -23,6 +23,7 @@ from mlxmoe.opening import open_folder
 from mlxmoe.registry import FUSED, PER_EXPERT
 
 TOKENS = list(range(5, 60))
+CHUNK = 64
 
 
 def weights(folder: Path) -> dict[str, mx.array]:
@@ -118,7 +119,7 @@ CASES: list[tuple[str, str, int | None, Change]] = [
 
 
 def logits(loaded: LoadedModel) -> mx.array:
-    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=64)
+    decoder = Decoder(loaded.model, loaded.experts, chunk_tokens=CHUNK)
     return decoder.logits(TOKENS, decoder.new_cache())
 
 
@@ -126,15 +127,27 @@ def with_bits(folder: Path, experts: float) -> tuple[mx.array, int]:
     """The logits with a share of the experts in memory, and the evictions it took."""
     layers = open_folder(folder).layers
     size = max(sum(layer.floor_bytes for layer in layers), round(experts * sum(layer.nbytes for layer in layers)))
-    loaded = load_folder(folder, experts=size, memory_bytes=2**62)
+    loaded = load_folder(folder, experts=size, memory_bytes=2**62, chunk_tokens=CHUNK)
     try:
         return logits(loaded), sum(c.evictions for c in loaded.experts.counters.values())
     finally:
         loaded.experts.close()
 
 
+# One of each layout, with the rest where there is time: they differ in names.
+QUICK_CASES = {("qwen3_moe", None), ("mixtral", 4), ("nemotron_h", None), ("phixtral", 4), ("granitemoe", None)}
+
+
 @pytest.mark.parametrize(
-    ("name", "layout", "bits", "change"), CASES, ids=[f"{case[0]}, {case[1]}, {case[2]} bits" for case in CASES]
+    ("name", "layout", "bits", "change"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}, {case[1]}, {case[2]} bits",
+            marks=() if (case[0], case[2]) in QUICK_CASES else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
 )
 def test_a_layout_of_whole_runs_is_read_in_place_exactly(
     tmp_path: Path, name: str, layout: str, bits: int | None, change: Change
@@ -160,7 +173,7 @@ def test_a_layout_of_whole_runs_is_read_in_place_exactly(
 @contextmanager
 def load_of(folder: Path) -> Iterator[LoadedModel]:
     """The model whole, as mlx-lm itself reads it."""
-    loaded = load_folder(folder, experts="all", memory_bytes=2**62)
+    loaded = load_folder(folder, experts="all", memory_bytes=2**62, chunk_tokens=CHUNK)
     assert not loaded.experts.streams
     yield loaded
     loaded.experts.close()

@@ -217,12 +217,13 @@ print(peak - before, mx.get_peak_memory(), plan.trunk_bytes + plan.bank_bytes, p
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["12.5%", "50%", "all"])
-def test_loading_never_holds_more_than_trunk_and_banks(gigabyte: Path, experts: str) -> None:
+def test_loading_never_holds_more_than_trunk_and_banks(half_gigabyte: Path, experts: str) -> None:
     """Of the process's own peak, in a process of its own; the bound is trunk + banks + 150 MB."""
-    command = [sys.executable, "-c", PEAK, str(gigabyte), experts]
+    command = [sys.executable, "-c", PEAK, str(half_gigabyte), experts]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     process_bytes, mlx_bytes, planned_bytes, expert_bytes = map(int, out.split())
-    assert expert_bytes > 900_000_000
+    assert expert_bytes > 3 * 150_000_000
     assert mlx_bytes <= planned_bytes + 1_000_000
     assert process_bytes <= planned_bytes + 150_000_000

@@ -63,19 +63,20 @@ def ratio(folder: Path, experts: str, chunk: int, context: int, kv_settings: KVS
         loaded.experts.close()
 
 
-@pytest.mark.parametrize("experts", ["25%", "50%", "all"])
+@pytest.mark.parametrize("experts", ["25%", pytest.param("50%", marks=pytest.mark.thorough), "all"])
 @pytest.mark.parametrize(("chunk", "context"), [(256, 256), (256, 520), (512, 600)])
 def test_the_peak_of_the_demo_model_is_as_predicted(experts: str, chunk: int, context: int) -> None:
     assert ratio(demo_folder(), experts, chunk, context) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("experts", ["50%", "all"])
+@pytest.mark.parametrize("experts", ["50%", pytest.param("all", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kv_settings", [KVSettings(128), KVSettings(128, kv_bits=8), KVSettings(kv_bits=8)], ids=str)
 def test_the_peak_of_the_demo_model_with_a_lossy_cache_is_as_predicted(experts: str, kv_settings: KVSettings) -> None:
     """Rows that are handed out beside those that are stored among it."""
     assert ratio(demo_folder(), experts, 256, 520, kv_settings) == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_settings", [KVSettings(64), KVSettings(200, kv_bits=8)], ids=str)
 def test_the_room_of_the_demo_model_without_an_end_is_that_of_a_long_text(kv_settings: KVSettings) -> None:
     loaded = load_folder(demo_folder(), experts="all", memory_bytes=100_000_000, kv_settings=kv_settings)
@@ -134,10 +135,10 @@ def counted(call: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", ["25%", "all"])
-def test_the_peak_of_a_model_of_a_gigabyte_is_as_predicted(gigabyte: Path, experts: str) -> None:
+@pytest.mark.parametrize("experts", ["25%", pytest.param("all", marks=pytest.mark.thorough)])
+def test_the_peak_of_a_large_model_is_as_predicted(half_gigabyte: Path, experts: str) -> None:
     """With short chunks: a quantised matrix product of many tokens takes minutes on a processor."""
-    assert ratio(gigabyte, experts, 32, 68) == pytest.approx(1, abs=0.1)
+    assert ratio(half_gigabyte, experts, 32, 68) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.slow

@@ -36,13 +36,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "mlxmoe" / "tunings"
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measurement takes a few tokens, whatever time there is."""
-    decode = EngineBench.decode
-    monkeypatch.setattr(EngineBench, "decode", lambda bench, point, seconds: decode(bench, point, 0.0))
-
-
 def command(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["tune", *map(str, arguments)])
 
@@ -58,7 +51,7 @@ def a_tuning(model: Path, **said: Any) -> Tuning:
 
 
 def test_the_demo_model_is_tuned_and_later_loads_take_what_was_kept(
-    kept: Path, caplog: pytest.LogCaptureFixture, quick: None
+    kept: Path, caplog: pytest.LogCaptureFixture, quick_tuning: None
 ) -> None:
     told: list[tuple[float, float, str]] = []
     report = tune(budget="20s", progress=lambda *said: told.append(said))
@@ -224,7 +217,7 @@ def test_a_speed_out_of_reach_keeps_nothing_and_shows_what_was_measured(
     assert not kept.exists()
 
 
-def test_a_dense_model_is_tuned_by_its_contexts(tmp_path: Path, quick: None) -> None:
+def test_a_dense_model_is_tuned_by_its_contexts(tmp_path: Path, quick_tuning: None) -> None:
     dense = {key: value for key, value in QWEN3_MOE.items() if "expert" not in key} | {"model_type": "qwen3"}
     done = command(make_tiny(tmp_path / "dense", dense), "--budget", "10s", "--no-save", "--context", "64,128")
     assert done.exit_code == 0, done.output
@@ -232,7 +225,7 @@ def test_a_dense_model_is_tuned_by_its_contexts(tmp_path: Path, quick: None) -> 
     assert "experts" not in done.stdout.split("\n\n")[1]
 
 
-def test_a_window_is_measured_and_its_tuning_holds_for_it_alone(tiny: Path, quick: None) -> None:
+def test_a_window_is_measured_and_its_tuning_holds_for_it_alone(tiny: Path, quick_tuning: None) -> None:
     report = tune(tiny, window=64, contexts=[128], budget=10)
     assert "window=64" in report.load_line
     assert report.rows
@@ -335,7 +328,7 @@ def test_pressure_while_measuring_stops_that_configuration(tiny: Path, monkeypat
     assert stopped.tokens == 1
 
 
-def test_the_picture_needs_its_extra(tiny: Path, tmp_path: Path, quick: None) -> None:
+def test_the_picture_needs_its_extra(tiny: Path, tmp_path: Path, quick_tuning: None) -> None:
     done = command(tiny, "--budget", "10s", "--no-save", "--context", "64,128", "--plot", tmp_path / "p.png")
     if find_spec("matplotlib") is None:
         assert (done.exit_code, "mlxmoe[plot]" in done.stderr) == (2, True)

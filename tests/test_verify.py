@@ -41,6 +41,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxmoe.verify.layers.load_folder", load_damaged)
 
 
+@pytest.mark.slow
 def test_the_demo_model_is_identical_at_every_capacity() -> None:
     rows: list[VerifyRow] = []
     report = verify(on_row=rows.append)

@@ -41,8 +41,8 @@ def cache_bytes(engine: Engine, tokens: int) -> int:
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("window", [None, 100, 200, 256, 300, 512])
-def test_the_plan_says_what_the_caches_take(window: int | None, bits: int | None) -> None:
-    with load(window=window, kv_bits=bits, context=256 if window is None else None) as engine:
+def test_the_plan_says_what_the_caches_take(tiny: Path, window: int | None, bits: int | None) -> None:
+    with load(tiny, window=window, kv_bits=bits, context=256 if window is None else None) as engine:
         assert engine.plan.kv_bytes == cache_bytes(engine, 256 if window is None else 700)
 
 
@@ -67,11 +67,11 @@ def test_streaming_experts_changes_no_logit_of_a_lossy_cache(options: dict[str, 
 
 def test_prefill_chunks_change_no_more_than_rounding() -> None:
     found = []
-    for chunk_tokens in (5, 64, 2048):
+    for chunk_tokens in (7, 64, 2048):
         with Engine(
             load_folder(demo_folder(), memory_bytes=2**40, kv_settings=KVSettings(64)), chunk_tokens=chunk_tokens
         ) as e:
-            found.append(e.logits(LONG))
+            found.append(e.logits(LONG[:480]))
     assert all(mx.abs(other - found[0]).max().item() < 1e-3 for other in found[1:])  # logits of 10, six layers
 
 

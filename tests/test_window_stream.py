@@ -60,9 +60,13 @@ def perplexity(model: Any, choice: KVChoice, tokens: list[int], counted: int) ->
     return math.exp(sum(nats[-counted:]) / counted)
 
 
-def test_text_is_as_likely_at_sixteen_contexts_as_within_one(stock_demo: tuple[Any, Any], verses: list[int]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("contexts", [6, pytest.param(16, marks=pytest.mark.thorough)])
+def test_text_is_as_likely_at_many_contexts_as_within_one(
+    stock_demo: tuple[Any, Any], verses: list[int], contexts: int
+) -> None:
     model, _ = stock_demo
     choice = choose(model, KVSettings(window=128, kv_bits=8), 256)
     inside = perplexity(model, choice, verses[:200], 199)
-    beyond = perplexity(model, choice, [*(verses * 6)[:4096], *verses[:200]], 199)
+    beyond = perplexity(model, choice, [*(verses * 6)[: 256 * contexts], *verses[:200]], 199)
     assert beyond < 1.10 * inside
