@@ -440,3 +440,4 @@ def test_the_schema_says_every_bound() -> None:
     ):
         number = schemas[kind]["properties"][field]["anyOf"][0]
         assert (number["minimum"], number["maximum"]) == (least, most), field
+    assert schemas["ChatRequest"]["properties"]["logit_bias"]["propertyNames"] == {"pattern": "^[0-9]{1,9}$"}

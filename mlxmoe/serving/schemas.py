@@ -18,6 +18,7 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 MOST_TOKENS = 2**31 - 1  # more is no context
 MOST_PROMPTS = 8
+TOKEN_KEY = r"^[0-9]{1,9}$"
 
 # What a chat template is called with besides its own variables: not for a client to set.
 RESERVED_VARIABLES = frozenset(
@@ -109,11 +110,15 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
         dict[
-            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
+            Annotated[str, StringConstraints(pattern=TOKEN_KEY)],
             Annotated[float, Field(ge=-100, le=100)],
         ]
         | None
-    ) = Field(None, description="By token id, from -100 to 100.")
+    ) = Field(
+        None,
+        description="By token id, from -100 to 100.",
+        json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}},
+    )
     seed: Whole | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     user: str | None = None
