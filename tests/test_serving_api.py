@@ -425,3 +425,19 @@ def test_numbers_are_those_of_json_where_five_is_five() -> None:
     assert server.complete([1.0, 2]).status_code == 200
     assert server.desk.jobs[0].ask.prompt == [1, 2]
     assert server.complete([1.5]).status_code == server.chat(n=True).status_code == 400
+
+
+def test_the_schema_says_every_bound() -> None:
+    """Those of whole numbers, which are read by a validator of ours, and those that pydantic reads itself."""
+    schemas = Local().get("/openapi.json").json()["components"]["schemas"]
+    for kind, field, least, most in (
+        ("ChatRequest", "n", 1, 8),
+        ("ChatRequest", "max_completion_tokens", 1, 2**31 - 1),
+        ("ChatRequest", "top_logprobs", 0, 20),
+        ("ChatRequest", "temperature", 0, 2),
+        ("CompletionRequest", "max_tokens", 0, 2**31 - 1),
+        ("CompletionRequest", "logprobs", 0, 20),
+    ):
+        number = schemas[kind]["properties"][field]["anyOf"][0]
+        assert (number["minimum"], number["maximum"]) == (least, most), field
+    assert schemas["ChatRequest"]["properties"]["logit_bias"]["propertyNames"] == {"pattern": "^[0-9]{1,9}$"}

@@ -18,6 +18,7 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 MOST_TOKENS = 2**31 - 1  # more is no context
 MOST_PROMPTS = 8
+TOKEN_KEY = r"^[0-9]{1,9}$"
 
 # What a chat template is called with besides its own variables: not for a client to set.
 RESERVED_VARIABLES = frozenset(
@@ -51,14 +52,20 @@ def _own_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
     return variables
 
 
-def _whole(value: object) -> object:
+def _as_whole(value: object) -> object:
     """JSON knows no integers: 5.0 is 5, too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+# The bounds stand within, before the validator: outside they would be kept, but be missing in the schema.
+WHOLE = BeforeValidator(_as_whole)
+Whole = Annotated[int, WHOLE]
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE]
+Rivals = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS), WHOLE]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE]
+TokensOrNone = Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE]
+TokenId = TokensOrNone
 Text = Annotated[str, StringConstraints(min_length=1)]
-TokenId = Annotated[Whole, Field(ge=0, le=MOST_TOKENS)]
 Scalar = str | int | float | bool | None
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
@@ -93,21 +100,25 @@ class Sampling(Body):
     model: str | None = Field(None, description="The served model's name, or 'default', or nothing.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Whole | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: Choices | None = None
     temperature: float | None = Field(None, ge=0, le=2, description="1 where it is left out; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Whole | None = Field(None, ge=0, le=MOST_TOKENS, description="Beyond OpenAI's: 0 is off.")
+    top_k: TokensOrNone | None = Field(None, description="Beyond OpenAI's: 0 is off.")
     min_p: float | None = Field(None, ge=0, le=1, description="Beyond OpenAI's: 0 is off.")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Beyond OpenAI's: 1 is off.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
         dict[
-            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
+            Annotated[str, StringConstraints(pattern=TOKEN_KEY)],
             Annotated[float, Field(ge=-100, le=100)],
         ]
         | None
-    ) = Field(None, description="By token id, from -100 to 100.")
+    ) = Field(
+        None,
+        description="By token id, from -100 to 100.",
+        json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}},
+    )
     seed: Whole | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     user: str | None = None
@@ -209,10 +220,10 @@ class Tool(Body):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Whole | None = Field(None, ge=1, le=MOST_TOKENS, description="The older name; the newer one wins.")
-    max_completion_tokens: Whole | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_tokens: Tokens | None = Field(None, description="The older name; the newer one wins.")
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: Rivals | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[
         Literal["none", "auto"] | None, unsupported("to force a call; leave it to the model: 'auto'", "none", "auto")
@@ -247,8 +258,8 @@ class CompletionRequest(Sampling):
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    max_tokens: Whole | None = Field(None, ge=0, le=MOST_TOKENS, description="16 where it is left out.")
-    logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    max_tokens: TokensOrNone | None = Field(None, description="16 where it is left out.")
+    logprobs: Rivals | None = None
     echo: bool | None = None
     best_of: Annotated[Literal[1] | None, unsupported("to choose among several replies", 1)] = None
     suffix: Annotated[Literal[""] | None, unsupported("to fill in before a suffix", "")] = None
