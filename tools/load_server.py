@@ -4,7 +4,7 @@ python tools/load_server.py [MODEL] --clients 32 --seconds 120
 
 Starts `mlxmoe serve` in a process of its own, lets clients ask for replies whose words `Engine.stream` has told, and
 prints what came of it, the total rate with one client and with eight, and a last line of JSON. Ends with 1 where a
-word was wrong, an accepted request was not answered, KV memory was left over or the process grew.
+word was wrong, an accepted request was not answered, KV memory was left over, or memory was kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PROMPTS = (
     "Woe unto", "And she said",
 )  # fmt: skip
 ROUNDING = 1e-3  # of log-probabilities: where the best two are closer, a batch may take the other
-GROWTH = 0.02  # of the process' memory once it is warm
-WARM_SHARE = 0.25  # of the time, before memory is compared
+GROWTH = 0.02  # of what the process holds at its emptiest, from the first to the last part of the time
+PARTS = 4  # of the time; in the first one it warms up
 
 
 @dataclass
@@ -175,14 +175,22 @@ async def bad_client(url: str, found: Found, end: float, rng: random.Random) -> 
 
 
 async def watch_memory(pid: int, seconds: float) -> list[int]:
-    """Resident bytes of the process, each half second, after the first of the time."""
+    """Resident bytes of the process, five times a second."""
     process, readings = psutil.Process(pid), []
-    end, warm = time.monotonic() + seconds, time.monotonic() + WARM_SHARE * seconds
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if time.monotonic() > warm:
-            readings.append(process.memory_info().rss)
-        await asyncio.sleep(0.5)
+        readings.append(process.memory_info().rss)
+        await asyncio.sleep(0.2)
     return readings
+
+
+def kept_growth(readings: list[int]) -> float:
+    """By how much the least that the process held grew, once it was warm: what it took and did not give back.
+
+    What it holds at its fullest goes with how many replies and bodies are there at the moment.
+    """
+    part = len(readings) // PARTS
+    return min(readings[-part:]) / min(readings[part : 2 * part]) - 1 if part else 0.0
 
 
 async def under_load(url: str, pid: int, known: list[Known], clients: int, seconds: float) -> tuple[Found, list[int]]:
@@ -238,14 +246,14 @@ def main() -> None:
         eight = asyncio.run(rate(url, known, 8, min(30.0, chosen.seconds / 4)))
         found, readings = asyncio.run(under_load(url, pid, known, chosen.clients, chosen.seconds))
         left = left_over(url)
-    growth = max(readings) / min(readings) - 1 if readings else 0.0
+    growth = kept_growth(readings)
     print(
         f"{chosen.clients} clients, {chosen.seconds:.0f} s: " + ", ".join(f"{n} {k}" for k, n in found.kinds.items())
     )
     print(f"wrong words: {len(found.wrong)}; accepted and not answered: {len(found.unanswered)}")
     for line in (*found.wrong[:5], *found.unanswered[:5]):
         print(f"  {line}")
-    print(f"left over: {left}; memory within {growth:.1%} (at most {max(readings, default=0) / 1e6:.0f} MB)")
+    print(f"left over: {left}; memory kept {growth:+.1%}, {min(readings) / 1e6:.0f} to {max(readings) / 1e6:.0f} MB")
     print(f"tokens per second in all: one client {one:.1f}, eight {eight:.1f}: {eight / one:.2f} times")
     result = {"one": one, "eight": eight, "ratio": eight / one, "growth": growth, "left": left, **found.kinds}
     print(json.dumps({**result, "wrong": len(found.wrong), "unanswered": len(found.unanswered)}))
