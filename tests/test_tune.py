@@ -16,12 +16,13 @@ from tiny import QWEN3_MOE, copy_folder, make_tiny
 from typer.testing import CliRunner
 
 import mlxmoe
-from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, load, tune
+from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, identity, load, tune
 from mlxmoe.cli.main import app
+from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import load_folder
 from mlxmoe.memory.reading import MemoryReader
-from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, identity_of, this_machine
+from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, this_machine
 from mlxmoe.tuning import tuner
 from mlxmoe.tuning.bench import EngineBench, _stretched, pressed
 from mlxmoe.tuning.search import Decoded
@@ -48,9 +49,9 @@ def command(*arguments: str | Path) -> Result:
 
 
 def a_tuning(model: Path, **said: Any) -> Tuning:
-    identity = identity_of(model, None)
+    which = FolderIdentity(model, None).now()
     known: dict[str, Any] = {
-        "model": "tiny", "digest": identity.digest, "mlx_lm": identity.mlx_lm,
+        "model": "tiny", "digest": which.digest, "mlx_lm": which.mlx_lm,
         "machine": this_machine(MemoryReader().read()), "kv": KVSettings(), "experts": None, "context": 256,
         "chunk_tokens": None, "goal": "balanced", "tokens_per_s": 12.5,
     }  # fmt: skip
@@ -102,6 +103,28 @@ def test_what_is_named_wins_and_tuned_false_goes_without(tiny: Path) -> None:
         assert (engine.plan.bank_bytes, engine.tuning) == (nothing.bank_bytes, None)
 
 
+def test_the_model_is_identified_once_for_its_tuning_its_profile_and_its_prefixes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TuningFolder().keep(a_tuning(tiny), tiny)
+    with load(tiny, tuned=False) as engine, engine.record() as recording:
+        engine.logits(TOKENS)
+        engine.keep_profile(recording.trace)
+    read: list[Path] = []
+    own = identity.identify
+
+    def counted(folder: Path, *rest: Any) -> identity.ModelIdentity:
+        read.append(folder)
+        return own(folder, *rest)
+
+    monkeypatch.setattr(identity, "identify", counted)
+    with load(tiny, experts="50%", prefixes="1MB") as engine:
+        assert engine.tuning is not None
+        session = engine.session()
+        session.save(tmp_path / "saved")
+    assert read == [tiny]
+
+
 def test_a_tuning_that_does_not_fit_now_is_left_out(tiny: Path) -> None:
     plan = load_folder(tiny, memory_bytes=10**9, experts="50%").plan
     least = plan.total_bytes - plan.bank_bytes // 2
@@ -148,18 +171,18 @@ def test_a_torn_file_another_machines_and_a_fine_tunes_are_ignored(
 ) -> None:
     folder, mine, kv = TuningFolder(), this_machine(MemoryReader().read()), KVSettings()
     file = folder.keep(a_tuning(tiny), tiny)
-    assert folder.find(copy_folder(tiny, tmp_path / "elsewhere"), None, mine, kv) is not None
+    assert folder.find(FolderIdentity(copy_folder(tiny, tmp_path / "elsewhere"), None), mine, kv) is not None
     with caplog.at_level(logging.INFO, "mlxmoe"):
-        assert folder.find(tiny, None, TunedMachine("M9", 1), kv) is None
+        assert folder.find(FolderIdentity(tiny, None), TunedMachine("M9", 1), kv) is None
         assert "is of another machine than M9 with 1 bytes" in caplog.text
         other = make_tiny(tmp_path / "other", bits=8)
         (other / "config.json").write_text((tiny / "config.json").read_text())
-        assert folder.find(other, None, mine, kv) is None
+        assert folder.find(FolderIdentity(other, None), mine, kv) is None
         assert "a model with the same config, not of this one" in caplog.text
         file.write_bytes(file.read_bytes()[:40])
-        assert folder.find(tiny, None, mine, kv) is None
+        assert folder.find(FolderIdentity(tiny, None), mine, kv) is None
         assert f"The tuning {file} is ignored" in caplog.text
-    assert folder.find(tiny, None, mine, KVSettings(window=64)) is None
+    assert folder.find(FolderIdentity(tiny, None), mine, KVSettings(window=64)) is None
 
 
 def test_forgetting_removes_this_models_alone(tiny: Path, kept: Path, tmp_path: Path) -> None:

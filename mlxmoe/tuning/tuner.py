@@ -15,6 +15,7 @@ from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
 from mlxmoe.engine import Engine, load
 from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError
 from mlxmoe.hub import Progress, resolve
+from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.guard import MemoryEvent
@@ -22,7 +23,7 @@ from mlxmoe.memory.plan import CHUNK_TOKENS, Plan, replan
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
-from mlxmoe.tuned import Tuning, TuningFolder, identity_of, this_machine
+from mlxmoe.tuned import Tuning, TuningFolder, this_machine
 from mlxmoe.tuning.bench import MOST_TOKENS, EngineBench
 from mlxmoe.tuning.planning import CONTEXTS
 from mlxmoe.tuning.rows import predicted_rows
@@ -285,7 +286,7 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
 
 def _saved(report: TuneReport, folder: Path) -> TuneReport:
     """Keep what is recommended. Raises SavedStateError."""
-    identity, best = identity_of(folder, None), report.recommended
+    identity, best = FolderIdentity(folder, None).now(), report.recommended
     assert best is not None, "only what is recommended is kept"
     said: dict[str, Any] = {name: getattr(report, name) for name in ("experts", "context", "chunk_tokens")}
     tuning = Tuning(
