@@ -34,6 +34,7 @@ from mlxmoe.memory.plan import KVBytes, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
+from mlxmoe.transients.waiting import WaitingStates
 from mlxmoe.tuned import Tuning
 
 logger = logging.getLogger(__name__)
@@ -209,8 +210,10 @@ class PrefillRoom:
         make_caches = opened.kv_choice.caches
         half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
         self._settled_tokens = opened.kv_choice.settled_tokens
+        waiting = WaitingStates(opened.model, opened.modules, make_caches)
         self._half, self._resident = (
-            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)
+            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches, waiting)
+            for slots in (half, None)
         )
 
     def resident(self, chunk_tokens: int, context: int | None) -> int:

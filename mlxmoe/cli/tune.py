@@ -161,6 +161,8 @@ def _constants(report: TuneReport) -> Iterator[str]:
         rate = format_bytes(int(report.read_bytes_per_s))
         where = "from the disk" if report.read_cold else "perhaps from a cache"
         yield f"reads       {rate}/s of the model's own files, {where} (measured)"
+    if any(row.hit_rate is not None for row in report.rows):
+        yield f"sync        {report.sync_s * 1e3:.2f} ms to ask which experts a layer wants (measured)"
     rates = report.rates
     if rates is not None:
         streams = ""

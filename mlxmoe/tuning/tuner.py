@@ -33,7 +33,6 @@ from mlxmoe.tuning.workload import Workload
 
 LEAST_BUDGET_S = 5.0
 PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
-TEXT_SHARE = 0.08  # of the whole time, for the text that is read
 READ_SHARE = 0.05  # of the whole time, for the read rate
 CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
 
@@ -94,7 +93,7 @@ def tune(
         run = Run(engine, opened, points, events, budget_s, progress)
         run.measure()
     work = Workload.of(opened)
-    rows, rates = predicted_rows(work, run.search.rows, run.prefill)
+    rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
     best = choose(rows, chosen_goal, min_tps)
     report = TuneReport(
         model=None if model is None else str(model),
@@ -107,6 +106,7 @@ def tune(
         rows=rows,
         prefill=tuple(run.prefill),
         rates=rates,
+        sync_s=run.sync_s,
         read_bytes_per_s=None if rate is None else rate.bytes_per_s,
         read_cold=rate is not None and rate.cold,
         recommended=best,
@@ -123,7 +123,8 @@ def tune(
 
 
 class Run:
-    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took."""
+    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took. `sync_s`: of a host
+    sync."""
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class Run:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.prefill: list[PrefillRow] = []
+        self.sync_s = 0.0
         self.ended: Literal["complete", "time", "interrupted"] = "complete"
         self._clock = clock
         self._start = clock()
@@ -162,6 +164,7 @@ class Run:
     def measure(self) -> None:
         """All that there is time for. Raises KeyboardInterrupt where that came before anything was measured."""
         try:
+            self.sync_s = self._bench.sync()
             with suppress(MemoryPressureError):  # then decode is still to be tried, with fewer slots
                 self._measure_prefill()
             self.ended = "complete" if self.search.run() else "time"
@@ -173,7 +176,7 @@ class Run:
     def _measure_prefill(self) -> None:
         """Chunks of the sizes that a plan chooses from, the small ones first: they tell what a larger one takes."""
         self._tell("the first words")
-        each_s = self._bench.seed(TEXT_SHARE * self._budget_s)
+        each_s = self._bench.seed()
         sizes = {min(tokens, self._most, self._context - 1) for tokens in CHUNK_TOKENS}
         for tokens in sorted(size for size in sizes if size > 0):
             if each_s * tokens > PREFILL_SHARE * (self._budget_s - self.seconds):
@@ -270,7 +273,7 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
         yield f"{why} ended the measuring after {rows} configurations, which are kept: others may be better"
     yield (
         f"measured: decoding at the end of a full context (its last {MOST_TOKENS} tokens, or its last quarter), "
-        f"filled with the same few words over and over; what is decoded is a text that the model wrote before"
+        f"filled with the same few words over and over; what is decoded is English and code, Python's own help"
     )
     if not opened.layers:
         yield "the model is dense: it has no experts to give slots to"
