@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mlxmoe.memory.reading import MemoryReader
 from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, this_machine
 from mlxmoe.tuning import tuner
 from mlxmoe.tuning.bench import EngineBench, _stretched, pressed
+from mlxmoe.tuning.fit import TimedStep, fit_rates
+from mlxmoe.tuning.roofline import Step, decode_s
 from mlxmoe.tuning.search import Decoded
 from mlxmoe.tuning.tuner import forget, parse_duration
 
@@ -319,10 +322,23 @@ def test_a_filled_cache_has_the_length_and_the_bytes_of_a_prefilled_one(tiny: Pa
 def test_no_configuration_reads_what_another_read(tiny: Path) -> None:
     with load(tiny, context=256) as engine:
         bench = EngineBench(engine, [], lambda: None)
-        assert bench.seed(0.2) > 0
+        assert bench.seed() > 0
         read = [tuple(bench._text.take(20)) for _ in range(30)]
     assert len(set(read)) == len(read)
     assert all(0 <= token < QWEN3_MOE["vocab_size"] for tokens in read for token in tokens)
+
+
+def test_a_host_sync_is_measured_by_itself_and_taken_off_before_the_fit(tiny: Path) -> None:
+    with load(tiny, context=256) as engine:
+        ticks = count()
+        assert EngineBench(engine, [], lambda: None, lambda: next(ticks) * 1e-3).sync() == pytest.approx(1e-3)
+    steps = [TimedStep(Step(1e6, layers=4, misses=n, syncs=4), 0.1 + n * 0.01) for n in range(4)]
+    rates = fit_rates(steps, 2e-3)
+    assert rates.sync_s == pytest.approx(2e-3), "all rows have as many, and cannot tell"
+    assert 1e6 / rates.bandwidth_bytes_per_s == pytest.approx(0.1 - 4 * 2e-3)
+    assert all(decode_s(timed.step, rates) == pytest.approx(timed.seconds) for timed in steps)
+    absurd = fit_rates(steps, 1.0)
+    assert 0 < absurd.bandwidth_bytes_per_s < float("inf"), "a sync that was held up leaves time for the rest"
 
 
 def test_a_full_rotating_cache_is_filled_as_it_would_be() -> None:
