@@ -230,6 +230,17 @@ def test_an_interrupt_keeps_what_was_measured_and_says_so(
     assert len(list(kept.iterdir())) == 1
 
 
+def test_a_measuring_that_ends_early_shortens_no_later_load(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three contexts two were tried: the third may be as fast."""
+    interrupted_at(monkeypatch, 2)
+    report = tune(tiny, contexts=[64, 128, 256], budget="20s")
+    assert {row.context for row in report.rows} == {64, 128}, "each context first"
+    assert (report.context, report.arguments) == (None, {})
+    assert any("256 were not reached" in note for note in report.notes)
+    interrupted_at(monkeypatch, 3)
+    assert tune(tiny, contexts=[64, 128, 256], budget="20s").context == 256
+
+
 def test_an_interrupt_before_anything_was_measured_ends(
     tiny: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ def _show(report: TuneReport) -> None:
         out.print("Interrupted: this is what was measured until then.", style="yellow")
     if report.recommended is not None:
         out.print(f"Take   {report.load_line}", style="bold", markup=False, soft_wrap=True)
-        out.print(f"or     {report.flags}", markup=False, soft_wrap=True)
+        out.print(f"or     {report.flags or 'no flags: what fits'}", markup=False, soft_wrap=True)
     for reason in report.reasons:
         out.print(f"- {reason}", markup=False, soft_wrap=True)
     if report.saved is not None:

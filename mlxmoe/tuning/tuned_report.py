@@ -64,8 +64,9 @@ class TuneReport:
     layer takes no less. `read_bytes_per_s`: of the model's own files, measured; None where the model is too small to
     tell, and `read_cold` says whether it is known to be the disk's.
     `recommended`: one of `rows`, None where none meets the goal. `experts`, `context`, `chunk_tokens`: what it comes
-    to as arguments of `load`, each None where what fits is best. `ended`: "complete", "time" (the budget was used
-    up), "interrupted" (Ctrl-C). `saved`: the file that later loads use. `notes`: sentences on how to read it.
+    to as arguments of `load`, each None where what fits is best, and `context` where longer ones were not reached.
+    `ended`: "complete", "time" (the budget was used up), "interrupted" (Ctrl-C). `saved`: the file that later loads
+    use. `notes`: sentences on how to read it.
     """
 
     model: str | None

@@ -28,7 +28,7 @@ from mlxmoe.tuning.bench import MOST_TOKENS, EngineBench
 from mlxmoe.tuning.planning import CONTEXTS
 from mlxmoe.tuning.rows import predicted_rows
 from mlxmoe.tuning.search import Point, Search
-from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, choose, explain, is_most
+from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, TuneRow, choose, explain, is_most
 from mlxmoe.tuning.workload import Workload
 
 LEAST_BUDGET_S = 5.0
@@ -95,6 +95,7 @@ def tune(
     work = Workload.of(opened)
     rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
     best = choose(rows, chosen_goal, min_tps)
+    longer = [] if best is None else unmeasured(points, rows, best)
     report = TuneReport(
         model=None if model is None else str(model),
         model_type=opened.config["model_type"],
@@ -111,10 +112,10 @@ def tune(
         read_cold=rate is not None and rate.cold,
         recommended=best,
         experts=None if best is None or is_most(best, rows) else best.plan.bank_bytes,
-        context=None if best is None else best.context,
+        context=None if best is None or longer else best.context,
         chunk_tokens=_better_chunk(run.prefill, best.plan) if best else None,
         reasons=tuple(explain(rows, best, min_tps)),
-        notes=(*notes, *_notes(run, opened, len(rows), budget_s)),
+        notes=(*notes, *_too_early(longer), *_notes(run, opened, len(rows), budget_s)),
         ended=run.ended,
         seconds=run.seconds,
         saved=None,
@@ -265,6 +266,20 @@ def _better_chunk(prefill: Sequence[PrefillRow], plan: Plan) -> int | None:
     if own is None or best is None or best.tokens_per_s < (1 + CHUNK_GAIN) * own.tokens_per_s:
         return None
     return best.chunk_tokens
+
+
+def unmeasured(points: Sequence[Point], rows: Sequence[TuneRow], best: TuneRow) -> list[int]:
+    """The contexts that fit, are longer than the best measured one, and were never tried."""
+    tried = {row.context for row in rows}
+    return [point.context for point in points if point.context > best.context and point.context not in tried]
+
+
+def _too_early(longer: Sequence[int]) -> Iterator[str]:
+    if longer:
+        yield (
+            f"no context is named: {', '.join(map(str, longer))} were not reached, and may be as fast. A longer "
+            f"budget, or fewer contexts, would tell"
+        )
 
 
 def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterator[str]:
