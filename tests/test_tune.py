@@ -207,6 +207,18 @@ def test_what_cannot_be_written_is_one_message(tiny: Path, tmp_path: Path) -> No
         TuningFolder(tmp_path / "file" / "folder").keep(a_tuning(tiny), tiny)
 
 
+def test_what_was_measured_is_shown_though_it_cannot_be_kept(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    interrupted_at(monkeypatch, 2)
+    done = command(tiny, "--budget", "20s")
+    assert done.exit_code == 1
+    assert "Take" in done.stdout
+    assert "nothing was kept for later loads: The tuning cannot be kept as" in done.stdout
+
+
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seen: list[object] = []
 

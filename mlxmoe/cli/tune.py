@@ -91,7 +91,7 @@ def tune(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         _show(report)
-    if report.recommended is None:
+    if report.recommended is None or (save and report.saved is None):
         raise typer.Exit(1)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
 from mlxmoe.engine import Engine, load
-from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError, SavedStateError
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
@@ -303,7 +303,7 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
 
 
 def _saved(report: TuneReport, folder: Path) -> TuneReport:
-    """Keep what is recommended. Raises SavedStateError."""
+    """With what is recommended kept, or with a note why it cannot be: minutes of measuring are not to be lost."""
     identity, best = FolderIdentity(folder, None).now(), report.recommended
     assert best is not None, "only what is recommended is kept"
     said: dict[str, Any] = {name: getattr(report, name) for name in ("experts", "context", "chunk_tokens")}
@@ -311,4 +311,7 @@ def _saved(report: TuneReport, folder: Path) -> TuneReport:
         model=identity.name, digest=identity.digest, mlx_lm=identity.mlx_lm, machine=report.machine, kv=report.kv,
         goal=report.goal, tokens_per_s=best.full_tokens_per_s, **said,
     )  # fmt: skip
-    return replace(report, saved=str(TuningFolder().keep(tuning, folder)))
+    try:
+        return replace(report, saved=str(TuningFolder().keep(tuning, folder)))
+    except SavedStateError as error:
+        return replace(report, notes=(f"nothing was kept for later loads: {error}", *report.notes))
