@@ -25,7 +25,7 @@ from mlxmoe.experts.recording import MAX_TOKENS, Recording
 from mlxmoe.experts.trace import Trace
 from mlxmoe.growth import handed_rows, kv_growth
 from mlxmoe.hub import Progress, resolve
-from mlxmoe.identity import ModelIdentity, identify
+from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.kv.settings import KVSettings, checked
@@ -117,6 +117,7 @@ def load(
         memory_bytes = store.memory_beside(memory_bytes)
     adapter = None if adapter is None else Path(adapter).expanduser()
     folder = resolve(model, revision, progress)
+    identity = FolderIdentity(folder, adapter)
     loaded = load_folder(
         folder,
         experts=experts,
@@ -130,14 +131,14 @@ def load(
         lookahead=lookahead,
         warm=warm,
         chunk_tokens=chunk_tokens,
-        tuning=find_tuning(folder, adapter, reading, kv_settings) if tuned else None,
+        tuning=find_tuning(identity, reading, kv_settings) if tuned else None,
+        identity=identity,
     )
     model_type = loaded.config["model_type"]
     if loaded.experts.layers and find_spec(model_type) is None:
         logger.warning("Model type %s is not yet checked here. `mlxmoe verify` proves it on your model.", model_type)
     return Engine(
         loaded,
-        adapter=adapter,
         prefixes=store,
         owns_prefixes=store is not prefixes,
         wired=wired,
@@ -165,7 +166,6 @@ class Engine:
         self,
         loaded: LoadedModel,
         *,
-        adapter: Path | None = None,
         prefixes: PrefixStore | None = None,
         owns_prefixes: bool = False,
         chunk_tokens: int | None = None,
@@ -179,11 +179,9 @@ class Engine:
         self.kv_settings: KVSettings = loaded.kv_choice.settings
         self._experts = loaded.experts
         chunk_tokens = chunk_tokens or loaded.plan.chunk_tokens
-        self._adapter = adapter
-        self._identity: ModelIdentity | None = None
+        self._identify = loaded.identify
         self._prefixes = prefixes
         self._owns_prefixes = owns_prefixes
-        self._sources = loaded.sources
         stored = self._stored(chunk_tokens)  # may raise: before anything is held
         spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
@@ -491,9 +489,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _identify(self) -> ModelIdentity:
-        """Looked up when it is first asked for: it reads a page of each tensor."""
-        if self._identity is None:
-            self._identity = identify(self.path, self._adapter, {**self._experts.files, **self._sources})
-        return self._identity

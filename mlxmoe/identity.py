@@ -107,6 +107,25 @@ def identify(folder: Path, adapter: Path | None, loaded: Mapping[Path, FileState
     return ModelIdentity(name, revision, adapter.name if adapter else None, version("mlx-lm"), digest.hexdigest())
 
 
+class FolderIdentity:
+    """The identity of the model in a folder, computed when it is first asked for, and once for the same files."""
+
+    def __init__(self, folder: Path, adapter: Path | None) -> None:
+        self.folder = folder
+        self.adapter = adapter
+        self._known: tuple[dict[Path, FileState], ModelIdentity] | None = None
+
+    def of(self, loaded: Mapping[Path, FileState]) -> ModelIdentity:
+        """Of the model that was made from files in these states, as `identify` says it; raises as it does."""
+        if self._known is None or self._known[0] != loaded:
+            self._known = dict(loaded), identify(self.folder, self.adapter, loaded)
+        return self._known[1]
+
+    def now(self) -> ModelIdentity:
+        """As the files lie there now. Raises ModelError."""
+        return self.of({**source_states(self.folder, self.adapter), **read_checkpoint(self.folder).files})
+
+
 def _sample(tensors: Iterable[TensorInfo], digest: Any) -> None:
     """Tell `digest` of each tensor, by name, whatever file it is in and wherever it lies there."""
     opened: dict[Path, int] = {}

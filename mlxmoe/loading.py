@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
-from mlxmoe.experts.safetensors import FileState
 from mlxmoe.hub import Progress
-from mlxmoe.identity import identify, source_states
+from mlxmoe.identity import FolderIdentity, ModelIdentity, source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.plan import KVBytes, Plan, make_plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
+from mlxmoe.transients.waiting import WaitingStates
 from mlxmoe.tuned import Tuning
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class LoadedModel:
     """A model ready to run. `vocab_size`: token ids it knows; the tokenizer may use fewer.
 
     `plan`: how the memory is divided, by `tuning` where there is one that fits. `kv`: what a KV cache takes, as
-    `kv_choice` makes it. `sources`: the states of the files beside its weights that it was made from.
+    `kv_choice` makes it. `identify`: which model it is; the first call reads a page of each tensor, and raises
+    CheckpointError where its files have changed since.
     """
 
     model: nn.Module
@@ -58,7 +60,7 @@ class LoadedModel:
     kv: KVBytes
     kv_choice: KVChoice
     experts: ExpertCache
-    sources: Mapping[Path, FileState]
+    identify: Callable[[], ModelIdentity]
     tuning: Tuning | None = None
 
 
@@ -77,11 +79,13 @@ def load_folder(
     warm: bool = False,
     chunk_tokens: int | None = None,
     tuning: Tuning | None = None,
+    identity: FolderIdentity | None = None,
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
     `warm`: with experts in all of them, the most used ones where the model's routing profile is known. `tuning`: what
-    is taken where `experts`, `context` and `chunk_tokens` say nothing, as far as it fits.
+    is taken where `experts`, `context` and `chunk_tokens` say nothing, as far as it fits. `identity`: of this folder
+    with this adapter, where it may be known already.
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
@@ -103,6 +107,8 @@ def load_folder(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, bound, plan.context,
         )  # fmt: skip
+    files = {**opened.checkpoint.files, **sources}
+    identify = partial((identity or FolderIdentity(path, adapter)).of, files)
     cache = ExpertCache(
         opened.modules,
         opened.layers,
@@ -112,8 +118,7 @@ def load_folder(
     try:
         cache.start_streaming(plan.slots)
         cache.look_ahead(opened.model, lookahead)
-        files = {**opened.checkpoint.files, **sources}
-        _read_weights(opened.model, path, cache, lambda: identify(path, adapter, files).digest, warm, progress)
+        _read_weights(opened.model, path, cache, lambda: identify().digest, warm, progress)
         tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
     except BaseException:
         cache.close()
@@ -128,7 +133,7 @@ def load_folder(
         kv=opened.kv,
         kv_choice=opened.kv_choice,
         experts=cache,
-        sources=sources,
+        identify=identify,
         tuning=tuning,
     )
 
@@ -205,8 +210,10 @@ class PrefillRoom:
         make_caches = opened.kv_choice.caches
         half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
         self._settled_tokens = opened.kv_choice.settled_tokens
+        waiting = WaitingStates(opened.model, opened.modules, make_caches)
         self._half, self._resident = (
-            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches) for slots in (half, None)
+            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches, waiting)
+            for slots in (half, None)
         )
 
     def resident(self, chunk_tokens: int, context: int | None) -> int:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxmoe.errors import RequestError, SavedStateError
-from mlxmoe.experts.safetensors import read_checkpoint
-from mlxmoe.identity import ModelIdentity, identify, source_states
+from mlxmoe.identity import FolderIdentity, ModelIdentity
 from mlxmoe.keeping import NO_USE, keep, kept, user_cache
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.reading import Reading
@@ -97,18 +96,16 @@ class TuningFolder:
         file = self.path / f"{_config_key(model)}-{tuning.digest[:32]}-{_machine_key(tuning.machine)}.json"
         return keep(file, asdict(tuning), FORMAT, what="tuning", without="mlxmoe tune --no-save")
 
-    def find(
-        self, model: Path, adapter: Path | None, machine: TunedMachine, kv: KVSettings
-    ) -> tuple[Tuning, Path] | None:
-        """The tuning of the model in folder `model`, and its file; None without one.
+    def find(self, model: FolderIdentity, machine: TunedMachine, kv: KVSettings) -> tuple[Tuning, Path] | None:
+        """The tuning of `model`, and its file; None without one.
 
         Where there is one that is of no use the log says why. Reads the model only where there may be one. Raises
         CheckpointError for a model that cannot be read.
         """
-        others = self._of_such(model)
+        others = self._of_such(model.folder)
         if not others:
             return None
-        identity = identity_of(model, adapter)
+        identity = model.now()
         mine = [file for file in others if f"-{identity.digest[:32]}-" in file.name]
         if not mine:
             logger.info("%s holds a tuning of a model with the same config, not of this one.", self.path)
@@ -129,7 +126,7 @@ class TuningFolder:
         Raises SavedStateError where one cannot be removed, CheckpointError for a model that cannot be read.
         """
         others = self._of_such(model)
-        digest = identity_of(model, None).digest[:32] if others else ""
+        digest = FolderIdentity(model, None).now().digest[:32] if others else ""
         mine = [file for file in others if f"-{digest}-" in file.name]
         for file in mine:
             try:
@@ -146,20 +143,10 @@ class TuningFolder:
             return []
 
 
-def identity_of(model: Path, adapter: Path | None) -> ModelIdentity:
-    """The identity of the model in folder `model` as it lies there now. Raises ModelError."""
-    return identify(model, adapter, {**source_states(model, adapter), **read_checkpoint(model).files})
-
-
-def find_tuning(
-    model: Path,
-    adapter: Path | None,
-    reading: Reading,
-    kv: KVSettings,
-) -> Tuning | None:
+def find_tuning(model: FolderIdentity, reading: Reading, kv: KVSettings) -> Tuning | None:
     """The tuning that a load of `model` is to use on the machine that `reading` is of; the log names it."""
     try:
-        found = TuningFolder().find(model, adapter, this_machine(reading), kv)
+        found = TuningFolder().find(model, this_machine(reading), kv)
     except RequestError as error:  # of a user without a home folder
         logger.info("No tuning: %s", error)
         return None

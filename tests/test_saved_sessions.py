@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,8 +335,8 @@ def test_a_session_that_cannot_be_had_takes_no_memory(
     with load(context=20) as engine, pytest.raises(PromptError, match="context is 20 tokens"):
         engine.restore(path)
     with monkeypatch.context() as patch:
-        patch.setattr("mlxmoe.identity.version", lambda _: "0.99")
-        patch.setattr(demo, "_identity", None)
+        elsewhere = replace(demo._identify(), mlx_lm="0.99")
+        patch.setattr(demo, "_identify", lambda: elsewhere)
         with pytest.raises(SavedStateError, match=r"mlx-lm 0\.99 is installed"):
             demo.restore(path)
 
@@ -463,8 +464,8 @@ def test_files_of_other_versions_and_other_things_are_refused(
         write_states(tmp_path / "prefix", {"what": "prefix"}, [])
         with pytest.raises(SavedStateError, match="holds a prefix, not a session"):
             engine.restore(tmp_path / "prefix")
-        monkeypatch.setattr("mlxmoe.identity.version", lambda _: "0.99")
-        engine._identity = None
+        elsewhere = replace(engine._identify(), mlx_lm="0.99")
+        monkeypatch.setattr(engine, "_identify", lambda: elsewhere)
         with pytest.raises(SavedStateError, match=r"mlx-lm 0\.32\.\d+, and mlx-lm 0\.99 is installed"):
             engine.restore(saved)
 

@@ -157,6 +157,28 @@ def test_the_peak_of_every_definition_is_about_as_predicted(
     assert "No graph" not in caplog.text, "each has one"
 
 
+# What a definition repeats to be deep: a list of its layers' types, or their number alone.
+DEEP = [
+    ("granitemoehybrid", "layer_types"),
+    ("nemotron_h", "hybrid_override_pattern"),
+    pytest.param("qwen3_next", None, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("experts", ["50%", "all"])
+@pytest.mark.parametrize(("name", "listed"), DEEP)
+def test_the_peak_of_a_deep_model_with_states_is_about_as_predicted(
+    tmp_path: Path, name: str, listed: str | None, experts: str
+) -> None:
+    """What waits for the states of its layers is most of it, and is read off the first ones: a tenth is their mix."""
+    config = DEFINITIONS[name]
+    if listed is None:
+        config = {**config, "num_hidden_layers": 32, "full_attention_interval": 4}
+    else:
+        config = {**config, listed: 8 * config[listed], "num_hidden_layers": 8 * len(config[listed])}
+    assert 0.9 <= ratio(make_tiny(tmp_path / name, config), experts, 128, 260) <= 1.2
+
+
 def opened(folder: Path) -> tuple[OpenedModel, dict[str, int]]:
     model = open_folder(folder)
     return model, {layer.path: layer.num_experts // 2 for layer in model.layers}

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from tiny import QWEN3_MOE, copy_folder, make_tiny
 from typer.testing import CliRunner
 
 import mlxmoe
-from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, load, tune
+from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, identity, load, tune
 from mlxmoe.cli.main import app
+from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import load_folder
 from mlxmoe.memory.reading import MemoryReader
-from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, identity_of, this_machine
+from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, this_machine
 from mlxmoe.tuning import tuner
 from mlxmoe.tuning.bench import EngineBench, _stretched, pressed
+from mlxmoe.tuning.fit import TimedStep, fit_rates
+from mlxmoe.tuning.roofline import Step, decode_s
 from mlxmoe.tuning.search import Decoded
 from mlxmoe.tuning.tuner import forget, parse_duration
 
@@ -41,9 +45,9 @@ def command(*arguments: str | Path) -> Result:
 
 
 def a_tuning(model: Path, **said: Any) -> Tuning:
-    identity = identity_of(model, None)
+    which = FolderIdentity(model, None).now()
     known: dict[str, Any] = {
-        "model": "tiny", "digest": identity.digest, "mlx_lm": identity.mlx_lm,
+        "model": "tiny", "digest": which.digest, "mlx_lm": which.mlx_lm,
         "machine": this_machine(MemoryReader().read()), "kv": KVSettings(), "experts": None, "context": 256,
         "chunk_tokens": None, "goal": "balanced", "tokens_per_s": 12.5,
     }  # fmt: skip
@@ -95,6 +99,28 @@ def test_what_is_named_wins_and_tuned_false_goes_without(tiny: Path) -> None:
         assert (engine.plan.bank_bytes, engine.tuning) == (nothing.bank_bytes, None)
 
 
+def test_the_model_is_identified_once_for_its_tuning_its_profile_and_its_prefixes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TuningFolder().keep(a_tuning(tiny), tiny)
+    with load(tiny, tuned=False) as engine, engine.record() as recording:
+        engine.logits(TOKENS)
+        engine.keep_profile(recording.trace)
+    read: list[Path] = []
+    own = identity.identify
+
+    def counted(folder: Path, *rest: Any) -> identity.ModelIdentity:
+        read.append(folder)
+        return own(folder, *rest)
+
+    monkeypatch.setattr(identity, "identify", counted)
+    with load(tiny, experts="50%", prefixes="1MB") as engine:
+        assert engine.tuning is not None
+        session = engine.session()
+        session.save(tmp_path / "saved")
+    assert read == [tiny]
+
+
 def test_a_tuning_that_does_not_fit_now_is_left_out(tiny: Path) -> None:
     plan = load_folder(tiny, memory_bytes=10**9, experts="50%").plan
     least = plan.total_bytes - plan.bank_bytes // 2
@@ -141,18 +167,18 @@ def test_a_torn_file_another_machines_and_a_fine_tunes_are_ignored(
 ) -> None:
     folder, mine, kv = TuningFolder(), this_machine(MemoryReader().read()), KVSettings()
     file = folder.keep(a_tuning(tiny), tiny)
-    assert folder.find(copy_folder(tiny, tmp_path / "elsewhere"), None, mine, kv) is not None
+    assert folder.find(FolderIdentity(copy_folder(tiny, tmp_path / "elsewhere"), None), mine, kv) is not None
     with caplog.at_level(logging.INFO, "mlxmoe"):
-        assert folder.find(tiny, None, TunedMachine("M9", 1), kv) is None
+        assert folder.find(FolderIdentity(tiny, None), TunedMachine("M9", 1), kv) is None
         assert "is of another machine than M9 with 1 bytes" in caplog.text
         other = make_tiny(tmp_path / "other", bits=8)
         (other / "config.json").write_text((tiny / "config.json").read_text())
-        assert folder.find(other, None, mine, kv) is None
+        assert folder.find(FolderIdentity(other, None), mine, kv) is None
         assert "a model with the same config, not of this one" in caplog.text
         file.write_bytes(file.read_bytes()[:40])
-        assert folder.find(tiny, None, mine, kv) is None
+        assert folder.find(FolderIdentity(tiny, None), mine, kv) is None
         assert f"The tuning {file} is ignored" in caplog.text
-    assert folder.find(tiny, None, mine, KVSettings(window=64)) is None
+    assert folder.find(FolderIdentity(tiny, None), mine, KVSettings(window=64)) is None
 
 
 def test_forgetting_removes_this_models_alone(tiny: Path, kept: Path, tmp_path: Path) -> None:
@@ -172,6 +198,18 @@ def test_what_cannot_be_written_is_one_message(tiny: Path, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(SavedStateError, match="Make room there, or go without: mlxmoe tune --no-save"):
         TuningFolder(tmp_path / "file" / "folder").keep(a_tuning(tiny), tiny)
+
+
+def test_what_was_measured_is_shown_though_it_cannot_be_kept(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    interrupted_at(monkeypatch, 2)
+    done = command(tiny, "--budget", "20s")
+    assert done.exit_code == 1
+    assert "Take" in done.stdout
+    assert "nothing was kept for later loads: The tuning cannot be kept as" in done.stdout
 
 
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -195,6 +233,17 @@ def test_an_interrupt_keeps_what_was_measured_and_says_so(
     assert "Interrupted: this is what was measured until then." in done.stdout
     assert "Ctrl-C ended the measuring after 2 configurations" in done.stdout
     assert len(list(kept.iterdir())) == 1
+
+
+def test_a_measuring_that_ends_early_shortens_no_later_load(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three contexts two were tried: the third may be as fast."""
+    interrupted_at(monkeypatch, 2)
+    report = tune(tiny, contexts=[64, 128, 256], budget="20s")
+    assert {row.context for row in report.rows} == {64, 128}, "each context first"
+    assert (report.context, report.arguments) == (None, {})
+    assert any("256 were not reached" in note for note in report.notes)
+    interrupted_at(monkeypatch, 3)
+    assert tune(tiny, contexts=[64, 128, 256], budget="20s").context == 256
 
 
 def test_an_interrupt_before_anything_was_measured_ends(
@@ -289,10 +338,23 @@ def test_a_filled_cache_has_the_length_and_the_bytes_of_a_prefilled_one(tiny: Pa
 def test_no_configuration_reads_what_another_read(tiny: Path) -> None:
     with load(tiny, context=256) as engine:
         bench = EngineBench(engine, [], lambda: None)
-        assert bench.seed(0.2) > 0
+        assert bench.seed() > 0
         read = [tuple(bench._text.take(20)) for _ in range(30)]
     assert len(set(read)) == len(read)
     assert all(0 <= token < QWEN3_MOE["vocab_size"] for tokens in read for token in tokens)
+
+
+def test_a_host_sync_is_measured_by_itself_and_taken_off_before_the_fit(tiny: Path) -> None:
+    with load(tiny, context=256) as engine:
+        ticks = count()
+        assert EngineBench(engine, [], lambda: None, lambda: next(ticks) * 1e-3).sync() == pytest.approx(1e-3)
+    steps = [TimedStep(Step(1e6, layers=4, misses=n, syncs=4), 0.1 + n * 0.01) for n in range(4)]
+    rates = fit_rates(steps, 2e-3)
+    assert rates.sync_s == pytest.approx(2e-3), "all rows have as many, and cannot tell"
+    assert 1e6 / rates.bandwidth_bytes_per_s == pytest.approx(0.1 - 4 * 2e-3)
+    assert all(decode_s(timed.step, rates) == pytest.approx(timed.seconds) for timed in steps)
+    absurd = fit_rates(steps, 1.0)
+    assert 0 < absurd.bandwidth_bytes_per_s < float("inf"), "a sync that was held up leaves time for the rest"
 
 
 def test_a_full_rotating_cache_is_filled_as_it_would_be() -> None:

@@ -91,7 +91,7 @@ def tune(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         _show(report)
-    if report.recommended is None:
+    if report.recommended is None or (save and report.saved is None):
         raise typer.Exit(1)
 
 
@@ -146,7 +146,7 @@ def _show(report: TuneReport) -> None:
         out.print("Interrupted: this is what was measured until then.", style="yellow")
     if report.recommended is not None:
         out.print(f"Take   {report.load_line}", style="bold", markup=False, soft_wrap=True)
-        out.print(f"or     {report.flags}", markup=False, soft_wrap=True)
+        out.print(f"or     {report.flags or 'no flags: what fits'}", markup=False, soft_wrap=True)
     for reason in report.reasons:
         out.print(f"- {reason}", markup=False, soft_wrap=True)
     if report.saved is not None:
@@ -161,6 +161,8 @@ def _constants(report: TuneReport) -> Iterator[str]:
         rate = format_bytes(int(report.read_bytes_per_s))
         where = "from the disk" if report.read_cold else "perhaps from a cache"
         yield f"reads       {rate}/s of the model's own files, {where} (measured)"
+    if any(row.hit_rate is not None for row in report.rows):
+        yield f"sync        {report.sync_s * 1e3:.2f} ms to ask which experts a layer wants (measured)"
     rates = report.rates
     if rates is not None:
         streams = ""

@@ -18,6 +18,7 @@ from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.transients.evaluation import peak_bytes
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk
+from mlxmoe.transients.waiting import WaitingStates
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class PrefillTransients:
     """Predicts the bytes that prefill needs above trunk, banks and KV cache. Evaluates no weight.
 
     `modules`: those with routed experts by their path; `slots`: of each layer, fewer than its experts where it
-    streams; all resident where None. `kv`: what the caches take that `make_caches` makes for the model. Remembers
-    what it simulated: the next question may need the same.
+    streams; all resident where None. `kv`: what the caches take that `make_caches` makes for the model. `waiting`: of
+    this model, to share what it remembers. Remembers what it simulated: the next question may need the same.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class PrefillTransients:
         kv: KVBytes,
         slots: Mapping[str, int] | None = None,
         make_caches: MakeCaches = make_prompt_cache,
+        waiting: WaitingStates | None = None,
     ) -> None:
         self._model = model
         self._modules = modules
         self._kv = kv
         self._slots = slots or {}
         self._make_caches = make_caches
+        self._waiting = waiting or WaitingStates(model, modules, make_caches)
         self._simulations: dict[tuple[int, int], _Simulated] = {}
 
     def of(self, chunk_tokens: int, context: int) -> int:
@@ -101,7 +104,7 @@ class PrefillTransients:
         # Deep models are alike from layer to layer: of those left out, caches and small outputs add up.
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
         states = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
-        return peak - traced.state_bytes + states + kept
+        return peak - traced.state_bytes + states + kept + self._waiting.of(chunk, traced)
 
     def _estimated(self, chunk: int, context: int) -> int:
         """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""

@@ -75,13 +75,15 @@ class Step:
 class TracedChunk:
     """A chunk's graph. `prior`: the caches' arrays before it; `states`: those after it, `state_bytes` together.
 
-    `left_out`: of a deep model, how many layers that stream are not in the graph; None where it has all layers.
+    `state_caches`: how many of the caches hold a state instead of keys and values. `left_out`: of a deep model, how
+    many layers that stream are not in the graph; None where it has all layers.
     """
 
     nodes: list[Node] = field(default_factory=list)
     prior: list[Value] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     state_bytes: int = 0
+    state_caches: int = 0
     steps: list[Step] = field(default_factory=list)
     left_out: int | None = None
 
@@ -93,13 +95,16 @@ def trace_chunk(
     chunk: int,
     seen: int,
     make_caches: MakeCaches,
+    *,
+    halved: bool = False,
 ) -> TracedChunk:
     """The graph of `chunk` tokens after `seen` others. Leaves `model` as it was.
 
-    `modules`: those with routed experts; `slots`: of those that stream; `make_caches`: of the model. Raises whatever
-    MLX or the definition does where there is no graph to be had.
+    `modules`: those with routed experts; `slots`: of those that stream; `make_caches`: of the model; `halved`: with
+    half of the layers that a deep model is traced with. Raises whatever MLX or the definition does where there is no
+    graph to be had.
     """
-    with _few_layers(model) as short:
+    with _few_layers(model, halved) as short:
         try:
             traced = _trace(model, modules, slots, chunk, seen, make_caches)
         except Exception:
@@ -116,7 +121,12 @@ def trace_chunk(
 
 def has_states(model: nn.Module) -> bool:
     """Whether any cache of `model` holds a state instead of keys and values: those may be computed by a loop."""
-    return any(isinstance(cache, ArraysCache) for cache in leaves_of(make_prompt_cache(model)))
+    return count_states(make_prompt_cache(model)) > 0
+
+
+def count_states(caches: Sequence[Any]) -> int:
+    """How many of them hold a state."""
+    return sum(isinstance(cache, ArraysCache) for cache in leaves_of(caches))
 
 
 def state_bytes(
@@ -161,7 +171,9 @@ def _trace(
         finally:
             for (home, key), weight in zip(homes, weights, strict=True):
                 home[key] = weight
-    return _read(exported, calls, len(prior), sum(state_sizes))
+    traced = _read(exported, calls, len(prior), sum(state_sizes))
+    traced.state_caches = count_states(caches)
+    return traced
 
 
 def _read(exported: Sequence[dict[str, Any]], calls: Sequence[_Call], prior: int, sizes: int) -> TracedChunk:
@@ -290,8 +302,8 @@ def _exportable() -> Iterator[None]:
 
 
 @contextmanager
-def _few_layers(model: nn.Module) -> Iterator[bool]:
-    """Within this context a deep model has its first layers only. Yields whether it is deep."""
+def _few_layers(model: nn.Module, halved: bool = False) -> Iterator[bool]:
+    """Within this context a deep model has its first layers only, or half of those. Yields whether it is deep."""
     lists = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
     stacks = [value for value in lists if all(isinstance(layer, nn.Module) for layer in value)]
     layers = max(stacks, key=len, default=[])
@@ -301,6 +313,7 @@ def _few_layers(model: nn.Module) -> Iterator[bool]:
         beside = [
             value for value in lists if value is not layers and len(value) == len(layers)
         ]  # types of the layers
+        most = most // 2 if halved else most
         cut = [(value, value[most:]) for value in (layers, *beside)]
     try:
         for value, _ in cut:
@@ -318,7 +331,7 @@ def _layers_to_trace(model: nn.Module, layers: Sequence[nn.Module]) -> int:
     """
     kinds = [str([(path, type(module)) for path, module in layer.named_modules()]) for layer in layers]
     all_kinds = max((kinds.index(kind) for kind in kinds), default=0) + 1
-    return min(MOST_LAYERS, 2 * all_kinds if has_states(model) else max(LEAST_LAYERS, all_kinds + 2))
+    return min(MOST_LAYERS, max(LEAST_LAYERS, 2 * all_kinds if has_states(model) else all_kinds + 2))
 
 
 def _seen_caches(

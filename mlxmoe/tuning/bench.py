@@ -1,16 +1,20 @@
 """Measuring a loaded engine: decode with a context full, and prefill by the size of its chunks. Finds nothing best.
 
-What is decoded is a text of the model's own: what it says after a few built-in words, sampled at temperature 1, and
-where that ends, tokens of no text at all. Each configuration reads on in it, so that none finds its experts in memory
-because the one before read the same. The context before it is filled with the keys and values of those words, over
-and over: attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration
-would take longer than everything else. Caches that cannot be filled so are prefilled.
+What is decoded is English and code, the help that comes with Python. Each configuration reads on in it: none finds
+its experts in memory because the one before read the same, and all have one kind of text, as an easier one would make
+its configuration seem the faster. The context before it is filled with the keys and values of a few words, over and
+over: attention takes as long over them as over any others, and prefilling 100,000 tokens for each configuration would
+take longer than everything else. Caches that cannot be filled so are prefilled.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pydoc_data.topics import topics
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +30,8 @@ from mlxmoe.sampling import Drawn, Sampler, SamplingSettings
 from mlxmoe.tuning.search import Decoded, Point
 
 WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
-SEED_TOKENS, TEXT_TOKENS = 16, 1024
+SEED_TOKENS = 16
+SYNCS = 200  # of which the median is taken
 WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
 LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
 
@@ -51,25 +56,24 @@ class EngineBench:
         ids = list(engine.tokenizer.encode(WORDS))
         self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
         self._seed: list[Any] | None = None  # the caches' states after the words
-        self._text = _Text(self._words, max(engine.tokenizer.vocab_size, 2))
+        self._text = _Text(lambda piece: engine.tokenizer.encode(piece, add_special_tokens=False))
 
-    def seed(self, seconds: float = 0.0) -> float:
-        """Prefill the words that contexts are filled with, and have the model go on for some `seconds`.
+    def sync(self) -> float:
+        """Seconds that a host sync takes: to hand over almost nothing to compute, and to wait for it."""
+        nothing, took = mx.zeros((8,)), list[float]()
+        for _ in range(SYNCS):
+            start = self._clock()
+            mx.eval(nothing + 1)
+            took.append(self._clock() - start)
+        return median(took)
 
-        Returns the seconds that a token of the words took.
-        """
+    def seed(self) -> float:
+        """Prefill the words that contexts are filled with; the seconds that a token of them took."""
         decoder, start = self._engine.decoder, self._clock()
         cache = decoder.new_cache()
         decoder.prefill(self._words, cache)
         self._seed = [leaf.state for leaf in leaves_of(cache)]
-        took = self._clock() - start
-        said, until = list[int](), self._clock() + seconds
-        for sampled in decoder.generate(self._words, cache, Sampler(SamplingSettings(temperature=1.0, seed=1))):
-            said.append(sampled.token)
-            if self._clock() >= until or len(said) >= TEXT_TOKENS:
-                break
-        self._text = _Text(said, max(self._engine.tokenizer.vocab_size, 2))
-        return took / len(self._words)
+        return (self._clock() - start) / len(self._words)
 
     def prefill(self, chunk_tokens: int) -> float:
         """Seconds that a prompt of one chunk takes, the memory as it is. Raises MemoryPressureError."""
@@ -157,21 +161,20 @@ def pressed(events: Sequence[MemoryEvent]) -> str | None:
 
 
 class _Text:
-    """Tokens without end: those that were `said`, then the same moved on in the vocabulary, further each time."""
+    """Tokens without end: the help on Python's statements and types, some 100,000 of them before it begins again."""
 
-    def __init__(self, said: Sequence[int], vocab_size: int) -> None:
-        self._said = tuple(said)
-        self._vocab_size = vocab_size
-        self._taken = 0
+    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
+        self._encode = encode
+        self._tokens = self._read()
 
     def take(self, count: int) -> list[int]:
-        places = range(self._taken, self._taken + count)
-        self._taken += count
-        return [self._token(place) for place in places]
+        return list(islice(self._tokens, count))
 
-    def _token(self, place: int) -> int:
-        again, at = divmod(place, len(self._said))
-        return (self._said[at] + again * (7919 + 104729 * at)) % self._vocab_size  # primes: no two rounds are alike
+    def _read(self) -> Iterator[int]:
+        while True:
+            for topic in topics.values():
+                for piece in re.findall(r"(?s).{1,400}(?:\s|$)", topic):  # transformers warns of longer ones
+                    yield from self._encode(piece)
 
 
 class _Reading(Sampler):

@@ -14,6 +14,7 @@ from mlxmoe.tuning.roofline import Rates, Step
 Floats = npt.NDArray[np.float64]
 
 
+SYNCS = 2  # the column
 FREE_PER_S = 1e15  # a rate for what takes no time that shows
 
 
@@ -25,25 +26,30 @@ class TimedStep:
     seconds: float
 
 
-def fit_rates(steps: Sequence[TimedStep]) -> Rates:
+def fit_rates(steps: Sequence[TimedStep], sync_s: float = 0.0) -> Rates:
     """The constants with which `decode_s` comes nearest to all `steps`, none of them negative.
 
     Least squares of the relative errors: a slow step counts as much as a fast one. What weights and layers take
     cannot be told apart (every step has the same): all of it is in the bandwidth, which is so the effective one.
+    `sync_s`: what a layer that may have to wait takes at least, where that was measured: if all of them may have to
+    in every step, the steps cannot tell.
     """
     assert steps, "nothing was measured"
     seconds = np.array([timed.seconds for timed in steps])
     asked = np.array([
         [1.0, s.step.kv_bytes, float(s.step.syncs), s.step.misses, s.step.missing_bytes] for s in steps
     ])  # fmt: skip
-    whole_s, kv_s, sync_s, miss_s, read_s = _least_squares(asked / seconds[:, None], np.ones(len(steps)))
+    syncs = asked[:, SYNCS]
+    sync_s = min(sync_s, 0.5 * float((seconds / np.maximum(1.0, syncs)).min()))  # a step is more than waiting
+    left = 1 - syncs * sync_s / seconds
+    whole_s, kv_s, more_s, miss_s, read_s = _least_squares(asked / seconds[:, None], left)
     first = steps[0].step
     return Rates(
         bandwidth_bytes_per_s=(first.resident_bytes - first.kv_bytes) / whole_s,
         read_bytes_per_s=1 / max(read_s, 1 / FREE_PER_S),
         efficiency=1.0,
         layer_s=0.0,
-        sync_s=sync_s,
+        sync_s=sync_s + more_s,
         miss_s=miss_s,
         kv_bytes_per_s=1 / max(kv_s, 1 / FREE_PER_S),
     )

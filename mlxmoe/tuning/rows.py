@@ -13,17 +13,18 @@ from mlxmoe.tuning.workload import Workload
 
 
 def predicted_rows(
-    work: Workload, measured: Sequence[Measured], prefill: Sequence[PrefillRow]
+    work: Workload, measured: Sequence[Measured], prefill: Sequence[PrefillRow], sync_s: float
 ) -> tuple[tuple[TuneRow, ...], Rates | None]:
     """A row for each configuration, by context and slots, and the constants that were fitted to them.
 
     A row is predicted from what was counted in it: the experts that were read, and how much of them from the disk.
+    `sync_s`: of a host sync, measured by itself.
     None where nothing could be measured.
     """
     usable = [row for row in measured if row.usable]
     rates = None
     if usable:
-        rates = fit_rates([TimedStep(_step(work, row), row.decoded.step_s) for row in usable])
+        rates = fit_rates([TimedStep(_step(work, row), row.decoded.step_s) for row in usable], sync_s)
         rates = _with_prefill(work, usable[0], prefill, rates)
     rows = [_row(work, row, rates) for row in measured]
     return tuple(sorted(rows, key=lambda row: (row.context, row.plan.bank_bytes))), rates

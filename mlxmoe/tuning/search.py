@@ -1,8 +1,8 @@
 """Which contexts and expert budgets are measured, in what order, and when to stop. Knows no model and no engine.
 
 More slots are not always faster: what they take, the page cache lacks, and misses wait for the disk. So budgets are
-tried from the largest that fits downwards, then between the fastest and its neighbours, and what is nearly the
-fastest is measured again while there is time.
+tried from the largest that fits downwards, the largest of each context first, then between the fastest and its
+neighbours, and what is nearly the fastest is measured again while there is time.
 """
 
 from __future__ import annotations
@@ -146,10 +146,11 @@ class Search:
     def _points(self) -> Iterator[Point]:
         """What to measure next, by what was measured so far."""
         first, *others = self._most
+        for most in self._most:  # whenever it ends, as many contexts as possible can be compared
+            yield from self._new(most, most.plan.bank_bytes)
         for share in SHARES:
             yield from self._new(first, int(first.plan.bank_bytes * share))
         for most in others:
-            yield from self._new(most, most.plan.bank_bytes)
             best = self.fastest(first.context)
             if best is not None and best.point.plan.bank_bytes < most.plan.bank_bytes:
                 yield from self._new(most, best.point.plan.bank_bytes)

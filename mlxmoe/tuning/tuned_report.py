@@ -60,11 +60,13 @@ class TuneReport:
     """What `mlxmoe.tune` found out. Sizes in bytes. `model`: as it was named, None for the built-in demo model.
 
     `budget_bytes`: what an engine could take of the machine. `rows`, `prefill`: measured. `rates`: the constants that
-    the rows come to; None where nothing could be measured. `read_bytes_per_s`: of the model's own files, measured;
-    None where the model is too small to tell, and `read_cold` says whether it is known to be the disk's.
+    the rows come to; None where nothing could be measured. `sync_s`: of a host sync, measured by itself: a streaming
+    layer takes no less. `read_bytes_per_s`: of the model's own files, measured; None where the model is too small to
+    tell, and `read_cold` says whether it is known to be the disk's.
     `recommended`: one of `rows`, None where none meets the goal. `experts`, `context`, `chunk_tokens`: what it comes
-    to as arguments of `load`, each None where what fits is best. `ended`: "complete", "time" (the budget was used
-    up), "interrupted" (Ctrl-C). `saved`: the file that later loads use. `notes`: sentences on how to read it.
+    to as arguments of `load`, each None where what fits is best, and `context` where longer ones were not reached.
+    `ended`: "complete", "time" (the budget was used up), "interrupted" (Ctrl-C). `saved`: the file that later loads
+    use. `notes`: sentences on how to read it.
     """
 
     model: str | None
@@ -77,6 +79,7 @@ class TuneReport:
     rows: tuple[TuneRow, ...]
     prefill: tuple[PrefillRow, ...]
     rates: Rates | None
+    sync_s: float
     read_bytes_per_s: float | None
     read_cold: bool
     recommended: TuneRow | None
@@ -122,7 +125,7 @@ class TuneReport:
             "load_line": self.load_line,
             "flags": self.flags,
             "basis": {
-                "measured": ["full_tokens_per_s", "hit_rate", "prefill", "read_bytes_per_s"],
+                "measured": ["full_tokens_per_s", "hit_rate", "prefill", "read_bytes_per_s", "sync_s"],
                 "fitted to the measured rows": ["rates"],
                 "predicted": ["predicted_tokens_per_s", "first_token_s", "plan"],
             },

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
 from mlxmoe.engine import Engine, load
-from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError, SavedStateError
 from mlxmoe.hub import Progress, resolve
+from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.guard import MemoryEvent
@@ -22,17 +23,16 @@ from mlxmoe.memory.plan import CHUNK_TOKENS, Plan, replan
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
-from mlxmoe.tuned import Tuning, TuningFolder, identity_of, this_machine
+from mlxmoe.tuned import Tuning, TuningFolder, this_machine
 from mlxmoe.tuning.bench import MOST_TOKENS, EngineBench
 from mlxmoe.tuning.planning import CONTEXTS
 from mlxmoe.tuning.rows import predicted_rows
 from mlxmoe.tuning.search import Point, Search
-from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, choose, explain, is_most
+from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, TuneRow, choose, explain, is_most
 from mlxmoe.tuning.workload import Workload
 
 LEAST_BUDGET_S = 5.0
 PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
-TEXT_SHARE = 0.08  # of the whole time, for the text that is read
 READ_SHARE = 0.05  # of the whole time, for the read rate
 CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
 
@@ -93,8 +93,9 @@ def tune(
         run = Run(engine, opened, points, events, budget_s, progress)
         run.measure()
     work = Workload.of(opened)
-    rows, rates = predicted_rows(work, run.search.rows, run.prefill)
+    rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
     best = choose(rows, chosen_goal, min_tps)
+    longer = [] if best is None else unmeasured(points, rows, best)
     report = TuneReport(
         model=None if model is None else str(model),
         model_type=opened.config["model_type"],
@@ -106,14 +107,15 @@ def tune(
         rows=rows,
         prefill=tuple(run.prefill),
         rates=rates,
+        sync_s=run.sync_s,
         read_bytes_per_s=None if rate is None else rate.bytes_per_s,
         read_cold=rate is not None and rate.cold,
         recommended=best,
         experts=None if best is None or is_most(best, rows) else best.plan.bank_bytes,
-        context=None if best is None else best.context,
+        context=None if best is None or longer else best.context,
         chunk_tokens=_better_chunk(run.prefill, best.plan) if best else None,
         reasons=tuple(explain(rows, best, min_tps)),
-        notes=(*notes, *_notes(run, opened, len(rows), budget_s)),
+        notes=(*notes, *_too_early(longer), *_notes(run, opened, len(rows), budget_s)),
         ended=run.ended,
         seconds=run.seconds,
         saved=None,
@@ -122,7 +124,8 @@ def tune(
 
 
 class Run:
-    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took."""
+    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took. `sync_s`: of a host
+    sync."""
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class Run:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.prefill: list[PrefillRow] = []
+        self.sync_s = 0.0
         self.ended: Literal["complete", "time", "interrupted"] = "complete"
         self._clock = clock
         self._start = clock()
@@ -161,6 +165,7 @@ class Run:
     def measure(self) -> None:
         """All that there is time for. Raises KeyboardInterrupt where that came before anything was measured."""
         try:
+            self.sync_s = self._bench.sync()
             with suppress(MemoryPressureError):  # then decode is still to be tried, with fewer slots
                 self._measure_prefill()
             self.ended = "complete" if self.search.run() else "time"
@@ -172,7 +177,7 @@ class Run:
     def _measure_prefill(self) -> None:
         """Chunks of the sizes that a plan chooses from, the small ones first: they tell what a larger one takes."""
         self._tell("the first words")
-        each_s = self._bench.seed(TEXT_SHARE * self._budget_s)
+        each_s = self._bench.seed()
         sizes = {min(tokens, self._most, self._context - 1) for tokens in CHUNK_TOKENS}
         for tokens in sorted(size for size in sizes if size > 0):
             if each_s * tokens > PREFILL_SHARE * (self._budget_s - self.seconds):
@@ -263,13 +268,27 @@ def _better_chunk(prefill: Sequence[PrefillRow], plan: Plan) -> int | None:
     return best.chunk_tokens
 
 
+def unmeasured(points: Sequence[Point], rows: Sequence[TuneRow], best: TuneRow) -> list[int]:
+    """The contexts that fit, are longer than the best measured one, and were never tried."""
+    tried = {row.context for row in rows}
+    return [point.context for point in points if point.context > best.context and point.context not in tried]
+
+
+def _too_early(longer: Sequence[int]) -> Iterator[str]:
+    if longer:
+        yield (
+            f"no context is named: {', '.join(map(str, longer))} were not reached, and may be as fast. A longer "
+            f"budget, or fewer contexts, would tell"
+        )
+
+
 def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterator[str]:
     if run.ended != "complete":
         why = "Ctrl-C" if run.ended == "interrupted" else f"The budget of {budget_s:.0f} s"
         yield f"{why} ended the measuring after {rows} configurations, which are kept: others may be better"
     yield (
         f"measured: decoding at the end of a full context (its last {MOST_TOKENS} tokens, or its last quarter), "
-        f"filled with the same few words over and over; what is decoded is a text that the model wrote before"
+        f"filled with the same few words over and over; what is decoded is English and code, Python's own help"
     )
     if not opened.layers:
         yield "the model is dense: it has no experts to give slots to"
@@ -284,12 +303,15 @@ def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterato
 
 
 def _saved(report: TuneReport, folder: Path) -> TuneReport:
-    """Keep what is recommended. Raises SavedStateError."""
-    identity, best = identity_of(folder, None), report.recommended
+    """With what is recommended kept, or with a note why it cannot be: minutes of measuring are not to be lost."""
+    identity, best = FolderIdentity(folder, None).now(), report.recommended
     assert best is not None, "only what is recommended is kept"
     said: dict[str, Any] = {name: getattr(report, name) for name in ("experts", "context", "chunk_tokens")}
     tuning = Tuning(
         model=identity.name, digest=identity.digest, mlx_lm=identity.mlx_lm, machine=report.machine, kv=report.kv,
         goal=report.goal, tokens_per_s=best.full_tokens_per_s, **said,
     )  # fmt: skip
-    return replace(report, saved=str(TuningFolder().keep(tuning, folder)))
+    try:
+        return replace(report, saved=str(TuningFolder().keep(tuning, folder)))
+    except SavedStateError as error:
+        return replace(report, notes=(f"nothing was kept for later loads: {error}", *report.notes))

@@ -1,0 +1,47 @@
+"""What waits, to the end of a prefill chunk's pass, for the layers' states to be computed. Of deep models alone.
+
+No layer wants the state of another, so MLX computes states when it comes to it, and until then keeps what they are
+made from; and a state may be a view of all that it was cut from. That adds up from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.nn as nn
+
+from mlxmoe.transients.evaluation import peak_bytes
+from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, trace_chunk
+
+
+class WaitingStates:
+    """Predicts it for `model`, whose caches `make_caches` makes. Remembers what it simulated.
+
+    The second half of the layers that a deep model is traced with shows what each state adds: with all experts in
+    memory, and without a past, as otherwise the scores of an attention are so large that they hide it.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], make_caches: MakeCaches) -> None:
+        self._model = model
+        self._modules = modules
+        self._make_caches = make_caches
+        self._each: dict[int, float] = {}
+
+    def of(self, chunk: int, traced: TracedChunk) -> int:
+        """Bytes for the states of the layers that `traced`, a graph of `chunk` tokens, leaves out."""
+        left = count_states(self._make_caches(self._model)) - traced.state_caches
+        if left <= 0:
+            return 0
+        if chunk not in self._each:
+            self._each[chunk] = self._simulated(chunk)
+        return round(left * self._each[chunk])
+
+    def _simulated(self, chunk: int) -> float:
+        """Of one state."""
+        half, whole = (
+            trace_chunk(self._model, self._modules, {}, chunk, 0, self._make_caches, halved=halved)
+            for halved in (True, False)
+        )
+        more = whole.state_caches - half.state_caches
+        grown = peak_bytes(whole) - whole.state_bytes - (peak_bytes(half) - half.state_bytes)
+        return max(0, grown) / more if more else 0.0
