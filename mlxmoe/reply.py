@@ -113,7 +113,7 @@ class Replier:
         """
         try:
             lease.begin(len(tokens) + self.room(tokens, settings))
-            yield from self.reply(tokens, settings, cache)
+            yield from self.reply(tokens, settings, cache, keeps_cache=False)
         finally:
             lease.keep(0)
 
@@ -130,10 +130,13 @@ class Replier:
         cache: Cache,
         seen: int = 0,
         heard: Callable[[int, str], None] = lambda token, text: None,
+        *,
+        keeps_cache: bool = True,
     ) -> Iterator[Chunk]:
         """The reply to `tokens`, of which `cache` has seen the first `seen`. Modifies `cache`.
 
-        `heard(token, text)` is told each token before its chunk is handed out.
+        `heard(token, text)` is told each token before its chunk is handed out. `keeps_cache`: whether somebody goes
+        on from `cache`, which must have seen all tokens but the last then.
         """
         text = TextStream(self._tokenizer, tokens, settings.stop)
         room = self.room(tokens, settings)
@@ -147,7 +150,8 @@ class Replier:
         except MemoryPressureError:
             yield Chunk("", -1, 0.0, "memory", **meter.reading())
             return
-        for sampled in self.decoder.generate(tokens, cache, sampler):
+        keeps_cache = keeps_cache or (run is not None and run.keeps_replies)
+        for sampled in self.decoder.generate(tokens, cache, sampler, most=None if keeps_cache else room):
             meter.count()
             said.append(sampled.token)
             ended = self.ends_text(sampled.token)

@@ -78,6 +78,11 @@ class Sampler:
             repetition_penalty=settings.repetition_penalty, repetition_context_size=REPETITION_TOKENS
         )
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token depends on the `history` before it, beside the logits."""
+        return bool(self._processors)
+
     def __call__(self, logits: mx.array, history: Sequence[int]) -> tuple[mx.array, mx.array]:
         """`logits [1, vocab]` -> the token `[]` and its log-probability `[]`, not evaluated; nor is `key` then.
 

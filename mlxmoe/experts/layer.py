@@ -32,25 +32,40 @@ class Passes:
 
     Within a pass (`with passes.one()`) outputs may stay unevaluated, because whoever opened it evaluates them in the
     same thread before it ends. A layer called outside of any pass takes a turn of its own.
+
+    What a pass `leave`s to MLX is scheduled, so any thread may wait for it, and whoever has the next turn does.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._left: tuple[mx.array, int] | None = None  # what was left to MLX, and the thread that did
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self, following: mx.array | None = None) -> Iterator[None]:
         """Wait for the pass under way, then hold the turn for one pass.
 
+        `following`: what this thread left to MLX and goes on from, so that it need not be done yet; anything else is.
         Raises RequestError within a pass of the same thread: a signal handler must not touch slots in use.
         """
         self.refuse_within()
         with self._lock:
             try:
                 self._owner = threading.get_ident()
+                if self._left is not None and (self._left[0] is not following or self._left[1] != self._owner):
+                    mx.eval(self._left[0])
+                    self._left = None
                 yield
             finally:
                 self._owner = None
+
+    def leave(self, result: mx.array, *others: object) -> None:
+        """Within a pass: have MLX evaluate these, which are done by the next turn, unless that follows `result`.
+
+        Of a pass in which no layer streams: slots could be overwritten meanwhile.
+        """
+        start_computing(result, *others)
+        self._left = result, threading.get_ident()
 
     def refuse_within(self) -> None:
         """Raise RequestError within a pass of the calling thread."""
@@ -150,8 +165,8 @@ class ExpertStream:
         return mx.concatenate(parts)[order].reshape(*indices.shape, -1)
 
 
-def start_computing(*arrays: mx.array) -> None:
-    """Have MLX evaluate `arrays` without waiting for them."""
+def start_computing(*arrays: object) -> None:
+    """Have MLX evaluate `arrays`, or trees of them, without waiting for them."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # its stub has no types
 
 
