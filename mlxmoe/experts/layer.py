@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlxmoe.errors import RequestError
 from mlxmoe.experts.bank import ExpertBank
@@ -101,10 +101,9 @@ class ExpertStream:
         nothing unevaluated reads a slot when slots are overwritten.
         """
         out = self._compute(x, indices, forward)
+        self._pending = [out]
         if out.nbytes > KEEP_PENDING_BYTES:
-            mx.eval(out)
-        else:
-            self._pending = [out]
+            mx.eval(self.take_pending())
         return out
 
     def take_pending(self) -> list[mx.array]:
@@ -115,22 +114,25 @@ class ExpertStream:
     def _compute(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
         bank, top_k = self.bank, indices.shape[-1]
         guess = [] if self.ahead is None else self.ahead.guess(x, top_k)
-        mx.eval(indices, self.take_pending(), guess)
-        experts: list[int] = np.asarray(indices).ravel().tolist()  # MLX's own flatten would be one more evaluation
-        waves = bank.want(experts, top_k)
+        flat = indices.flatten()  # a copy of what is a view, within the one evaluation
+        mx.eval(flat, self._pending, guess)
+        experts = cast(list[int], flat.tolist())
+        slots = bank.slots_of_hits(experts, top_k)
+        waves = [] if slots is not None else bank.want(experts, top_k)
         if self.foretold is not None:
             self.foretold.note_call()
         for wave in waves[:2]:
             bank.fetch(wave)
         if self.ahead is not None and guess:
             self.ahead.expect(guess[0])  # behind what is waited for
-        if len(waves) == 1:
-            bank.arrive(waves[0])
-            slots = mx.array(bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
-            out = forward(x, slots)
-        else:
+        if len(waves) > 1:
             out = self._in_waves(x, indices, experts, waves, forward)
-        bank.used()
+        else:
+            for wave in waves:
+                bank.arrive(wave)
+            out = forward(x, _shaped(bank.slots_of(experts) if slots is None else slots, indices))
+        if waves:
+            bank.used()
         start_computing(out)  # while the host builds what comes next
         return out
 
@@ -163,6 +165,16 @@ class ExpertStream:
             parts.append(part)
         order = mx.argsort(mx.array([pair for pairs in pairs_of for pair in pairs]))
         return mx.concatenate(parts)[order].reshape(*indices.shape, -1)
+
+
+def _shaped(slots: list[int], like: mx.array) -> mx.array:
+    """`slots` as an array of the shape and type of `like`."""
+    if len(slots) > like.shape[-1]:
+        return mx.array(slots, dtype=like.dtype).reshape(like.shape)
+    nested: list[Any] = slots  # of one token: to nest the list costs the host less than an operation
+    for _ in like.shape[1:]:
+        nested = [nested]
+    return mx.array(nested, dtype=like.dtype)
 
 
 def start_computing(*arrays: object) -> None:

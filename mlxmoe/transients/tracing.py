@@ -31,7 +31,7 @@ MakeCaches = Callable[[nn.Module], list[Any]]
 
 # Of a deeper model only some layers are traced: at most more than the longest period of any definition; with the
 # least, predictions for six published models were within 2 % (five of them within 0.5 %) of those with all or 16.
-MOST_LAYERS, LEAST_LAYERS = 12, 8
+MOST_LAYERS, LEAST_LAYERS = 12, 4
 
 
 class Value(NamedTuple):
@@ -142,7 +142,7 @@ def _trace(
     homes = [(m, key) for m in model.modules() for key, value in m.items() if isinstance(value, mx.array)]
     weights = [home[key] for home, key in homes]
     calls: list[_Call] = []
-    exported: list[dict[str, Any]] = []
+    reading = _Reading(len(prior))
     state_sizes: list[int] = []
 
     def run(tokens: mx.array, *inputs: mx.array) -> list[mx.array]:
@@ -157,36 +157,49 @@ def _trace(
 
     with _streaming(modules, slots, calls), _exportable():
         try:
-            mx.export_function(exported.append, run, mx.zeros((1, chunk), dtype=mx.int32), *prior, *weights)
+            mx.export_function(reading, run, mx.zeros((1, chunk), dtype=mx.int32), *prior, *weights)
         finally:
             for (home, key), weight in zip(homes, weights, strict=True):
                 home[key] = weight
-    return _read(exported, calls, len(prior), sum(state_sizes))
+    return reading.traced(calls, sum(state_sizes))
 
 
-def _read(exported: Sequence[dict[str, Any]], calls: Sequence[_Call], prior: int, sizes: int) -> TracedChunk:
-    traced = TracedChunk(state_bytes=sizes)
-    outputs: list[str] = []
-    for entry in exported:
+class _Reading:
+    """Reads an export entry by entry, so that none is kept: very many objects at once have Python look for cycles."""
+
+    def __init__(self, prior: int) -> None:
+        self.nodes: list[Node] = []
+        self.prior: list[Value] = []
+        self.outputs: list[str] = []
+        self._count = prior
+        self._values: dict[str, Value] = {}
+
+    def __call__(self, entry: dict[str, Any]) -> None:
         match entry["type"]:
             case "primitive":
-                inputs, made = _values(entry["inputs"]), _values(entry["outputs"])
-                traced.nodes.append(Node(entry["name"], inputs, made, entry.get("arguments", ())))
+                inputs, made = map(self._value, entry["inputs"]), map(self._value, entry["outputs"])
+                arguments = entry.get("arguments", ())
+                self.nodes.append(Node(entry["name"], tuple(inputs), tuple(made), arguments))
             case "inputs":
-                traced.prior = list(_values(entry["inputs"][1 : 1 + prior]))
+                self.prior = [self._value(one) for one in entry["inputs"][1 : 1 + self._count]]
             case "outputs":
-                outputs = [name for name, _, _ in entry["outputs"]]
-    for call in calls:
-        count = len(call.parts)
-        indices, *parts, out = outputs[: count + 2]
-        del outputs[: count + 2]
-        traced.steps.append(Step(indices, tuple(parts), out, call.out_bytes))
-    traced.states = outputs
-    return traced
+                self.outputs = [name for name, _, _ in entry["outputs"]]
 
+    def _value(self, entry: tuple[str, Sequence[int], mx.Dtype]) -> Value:
+        name, shape, dtype = entry
+        if (known := self._values.get(name)) is None:
+            known = self._values[name] = Value(name, tuple(shape), dtype.size)
+        return known
 
-def _values(entries: Sequence[tuple[str, Sequence[int], mx.Dtype]]) -> tuple[Value, ...]:
-    return tuple([Value(name, tuple(shape), dtype.size) for name, shape, dtype in entries])
+    def traced(self, calls: Sequence[_Call], sizes: int) -> TracedChunk:
+        """The chunk's graph, with the steps of `calls`. `sizes`: bytes of the states after it."""
+        outputs, steps = list(self.outputs), []
+        for call in calls:
+            count = len(call.parts)
+            indices, *parts, out = outputs[: count + 2]
+            del outputs[: count + 2]
+            steps.append(Step(indices, tuple(parts), out, call.out_bytes))
+        return TracedChunk(self.nodes, self.prior, outputs, sizes, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +310,7 @@ def _few_layers(model: nn.Module) -> Iterator[bool]:
     layers = max(stacks, key=len, default=[])
     most = _layers_to_trace(model, layers)
     cut: list[tuple[list[Any], list[Any]]] = []
-    if len(layers) - most > MOST_LAYERS // 2:  # else it is not worth it
+    if len(layers) - most > 2:  # else it is not worth it
         beside = [
             value for value in lists if value is not layers and len(value) == len(layers)
         ]  # types of the layers
