@@ -211,17 +211,16 @@ class ExpertBank:
         self._changing = False
 
     def expect(self, experts: Iterable[int]) -> None:
-        """Begin to read those of `experts` that are not here, because the next call will probably want them.
+        """Begin to read what is not here of `experts`, which the next call will probably want, the surest first.
 
         As `fetch`, between two calls. What else reads slots must have been evaluated.
         """
         if self._changing:
             self._recover()
         self._changing = True
-        self._needed = set(experts)
-        self._guessed = frozenset(self._needed)
-        missing = [expert for expert in self._needed if expert not in self._policy and expert not in self._coming]
-        missing.sort(key=self._policy.worth, reverse=True)  # what is wanted more often is guessed right more often
+        guessed = dict.fromkeys(experts)
+        self._needed, self._guessed = set(guessed), frozenset(guessed)
+        missing = [expert for expert in guessed if expert not in self._policy and expert not in self._coming]
         self._make_room(len(missing))
         for expert in missing[: len(self._free)]:
             slot = self._free[-1]

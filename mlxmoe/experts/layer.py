@@ -120,7 +120,7 @@ class ExpertStream:
         slots = bank.slots_of_hits(experts, top_k)
         waves = [] if slots is not None else bank.want(experts, top_k)
         if self.foretold is not None:
-            self.foretold.note_call()
+            self.foretold.note_call(set(experts))
         for wave in waves[:2]:
             bank.fetch(wave)
         if self.ahead is not None and guess:

@@ -65,10 +65,6 @@ class LRFU:
             for expert in experts[start : start + top_k]:
                 self._values[expert] += self._weight
 
-    def worth(self, expert: int) -> float:
-        """The value of an expert, in a slot or not; only to be compared with another's now."""
-        return self._values.get(expert, 0.0)
-
     def admit(self, experts: Iterable[int]) -> None:
         """Let `experts`, which were in no slot, hold one that they were not used in yet."""
         for expert in experts:
