@@ -4,12 +4,14 @@ Legend: T tokens, V vocabulary.
 
 The prompt is divided as mlx-lm divides it (all but its last token in chunks, the last one alone), so that every
 matrix product has the same shape and the words are mlx-lm's, with its `prefill_step_size` as our `chunk_tokens`.
-Unlike mlx-lm's loop this one is not a step ahead: a token is handed out before the next forward pass begins, because
-here a pass can wait for the disk.
+Where layers stream a token is handed out before the next forward pass begins, because that can wait for the disk.
+Where none does, nothing in a pass waits for its results, and the loop is a step ahead as mlx-lm's is: the next pass
+is built while MLX computes this one's token.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.kv.choose import KVChoice, room
 from mlxmoe.kv.prefix import Prefixes, PrefixRun
 from mlxmoe.kv.state import CacheState, form, put, refuse_misfit, take
-from mlxmoe.sampling import Sampled, Sampler
+from mlxmoe.sampling import Drawn, Sampled, Sampler
 
 # Decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there.
 POOL_TOKENS = 256
@@ -49,7 +51,7 @@ class Upkeep(Protocol):
         """Called outside of any pass: the model may be changed."""
 
     def after_step(self, seconds: float) -> None:
-        """A decode step took `seconds`."""
+        """For a decode step the caller waited `seconds`."""
 
 
 class Decoder:
@@ -128,15 +130,31 @@ class Decoder:
             with self._pass():
                 run.note(tokens, cache)
 
-    def generate(self, prompt: Sequence[int], cache: Cache, sampler: Sampler) -> Iterator[Sampled]:
+    def generate(
+        self, prompt: Sequence[int], cache: Cache, sampler: Sampler, *, most: int | None = None
+    ) -> Iterator[Sampled]:
         """Tokens without end after `prompt`, of which `cache` has seen all but the last. Modifies `cache`.
 
-        Each token is yielded before the next one's pass, and is not in the cache yet.
+        Each token is yielded before the next one's pass, and is not in the cache yet. With `most`, the tokens that
+        will be asked for at most, it may be in there: nobody is to go on from the cache. Then, from the second token
+        on, the next one is under way when a token is yielded, as long as no layer streams; never one beyond `most`.
         """
-        history = list(prompt)
-        while True:
-            (sampled,) = self.step([(history, sampler)], cache)
+        history, step = list(prompt), None
+        for said in itertools.count(1):
+            start = time.perf_counter()
+            with self._pass(None if step is None else step.token) as model:
+                ahead = most is not None and 1 < said < most and self._may_be_ahead(sampler)
+                following = None
+                if step is None:
+                    (step,) = self._step(model, mx.array([history[-1:]]), cache, [(history, sampler)], leave=ahead)
+                if ahead:
+                    token = step.token.astype(mx.int32).reshape(1, 1)  # as the one that was read out would be
+                    (following,) = self._step(model, token, cache, [(history, sampler)], leave=True)
+                sampled = step.sampled()
+            self._after_step(start)
+            sampler.took(sampled.token)
             yield sampled
+            step = following
             history.append(sampled.token)
             if len(history) % POOL_TOKENS == 0:
                 mx.clear_cache()
@@ -146,14 +164,11 @@ class Decoder:
 
         Modifies `cache`: where there are several texts, one of a batch, in their order.
         """
+        start = time.perf_counter()
         with self._pass() as model:
-            start = time.perf_counter()
-            logits = model(mx.array([history[-1:] for history, _ in texts]), cache=cache)[:, -1, :]
-            drawn = [sampler(logits[i : i + 1], history) for i, (history, sampler) in enumerate(texts)]
-            mx.eval(drawn, [sampler.key for _, sampler in texts], [entry.state for entry in cache])
-        if self._upkeep is not None:
-            self._upkeep.after_step(time.perf_counter() - start)
-        sampled = [one.sampled() for one in drawn]
+            last = mx.array([history[-1:] for history, _ in texts])
+            sampled = [step.sampled() for step in self._step(model, last, cache, texts, leave=False)]
+        self._after_step(start)
         for (_, sampler), one in zip(texts, sampled, strict=True):
             sampler.took(one.token)
         return sampled
@@ -224,15 +239,39 @@ class Decoder:
         mx.eval(whole)
         return whole
 
+    def _step(
+        self,
+        model: nn.Module,
+        last: mx.array,
+        cache: Cache,
+        texts: Sequence[tuple[Sequence[int], Sampler]],
+        *,
+        leave: bool,
+    ) -> list[Drawn]:
+        """What follows `last [B, 1]` in each text: evaluated, or left to MLX. Modifies `cache`."""
+        logits = model(last, cache=cache)[:, -1, :]
+        drawn = [sampler(logits[i : i + 1], history) for i, (history, sampler) in enumerate(texts)]
+        evaluate = self._experts.passes.leave if leave else mx.eval
+        arrays = [array for one in drawn for array in (one.token, one.logprob, *(one.top or ()))]
+        evaluate(*arrays, *(sampler.key for _, sampler in texts), *(entry.state for entry in cache))
+        return drawn
+
+    def _after_step(self, start: float) -> None:
+        if self._upkeep is not None:
+            self._upkeep.after_step(time.perf_counter() - start)
+
+    def _may_be_ahead(self, sampler: Sampler) -> bool:
+        return self._experts.may_leave and not sampler.looks_back and not self.must_finish
+
     def _chunk_size(self, cache: Cache) -> int:
         bounds = (None if self._upkeep is None else self._upkeep.chunk_tokens, room(cache))
         return min([self.chunk_tokens, *(bound for bound in bounds if bound is not None)])
 
     @contextmanager
-    def _pass(self) -> Iterator[nn.Module]:
+    def _pass(self, following: mx.array | None = None) -> Iterator[nn.Module]:
         self._experts.passes.refuse_within()
         _ = self.model  # raises once it is closed: there is nothing to see to then
         if self._upkeep is not None:
             self._upkeep.before_pass()
-        with self._experts.one_pass():
+        with self._experts.one_pass(following):
             yield self.model

@@ -260,7 +260,9 @@ class Engine:
         stop: str | Iterable[str] = (),
         raw: bool = False,
     ) -> Iterator[Chunk]:
-        """Stream a reply, one chunk a token, each before the next one is computed.
+        """Stream a reply, one chunk a token, each as soon as it is there.
+
+        The next one is being computed by then where all experts are in memory, else when it is asked for.
 
         `prompt`: text (put through the model's chat template where it has one, unless `raw`), chat messages, or token
         ids. `max_tokens`: the reply's most. `temperature`: 0 is greedy. `top_p`: 1 is off. `top_k`, `min_p`: 0 is

@@ -123,7 +123,7 @@ class Replier:
         """
         try:
             lease.begin(len(tokens) + self.room(tokens, settings))
-            yield from self.reply(tokens, settings, cache)
+            yield from self.reply(tokens, settings, cache, keeps_cache=False)
         finally:
             lease.keep(0)
 
@@ -140,10 +140,13 @@ class Replier:
         cache: Cache,
         seen: int = 0,
         heard: Callable[[int, str], None] = lambda token, text: None,
+        *,
+        keeps_cache: bool = True,
     ) -> Iterator[Chunk]:
         """The reply to `tokens`, of which `cache` has seen the first `seen`. Modifies `cache`.
 
-        `heard(token, text)` is told each token before its chunk is handed out.
+        `heard(token, text)` is told each token before its chunk is handed out. `keeps_cache`: whether somebody goes
+        on from `cache`, which must have seen all tokens but the last then.
         """
         reply = self.begin(tokens, settings)
         run = self.decoder.reuse(tokens, cache) if seen == 0 else None
@@ -154,7 +157,9 @@ class Replier:
         except MemoryPressureError:
             yield reply.unsaid()
             return
-        for sampled in self.decoder.generate(tokens, cache, sampler):
+        keeps_cache = keeps_cache or (run is not None and run.keeps_replies)
+        most = None if keeps_cache else reply.room
+        for sampled in self.decoder.generate(tokens, cache, sampler, most=most):
             chunk = reply.say(sampled, short=self.decoder.must_finish)
             heard(sampled.token, chunk.text)
             yield chunk

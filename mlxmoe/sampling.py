@@ -137,6 +137,13 @@ class Sampler:
         )
         self._said: Counter[int] = Counter()
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token depends on those before it in another way than by the logits."""
+        settings = self._settings
+        penalties = settings.presence_penalty or settings.frequency_penalty
+        return bool(self._processors or penalties or self._constraint is not None)
+
     def __call__(self, logits: mx.array, history: Sequence[int]) -> Drawn:
         """From `logits [1, V]`; nothing is evaluated, nor is `key` then.
 

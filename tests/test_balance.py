@@ -220,11 +220,11 @@ def test_a_layer_that_waited_for_its_turn_computes_from_what_it_then_is(tiny: Pa
         plain, waiting = passes.one, threading.Event()
 
         @contextmanager
-        def one() -> Iterator[None]:
+        def one(*following: mx.array) -> Iterator[None]:
             if threading.current_thread() is caller:
                 waiting.set()
                 resized.wait(10)
-            with plain():
+            with plain(*following):
                 yield
 
         resized = threading.Event()

@@ -7,14 +7,17 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxmoe import Engine, RequestError, load
-from mlxmoe.experts.lookahead import Gate, Trial
+from mlxmoe.experts.bank import BankCounters
+from mlxmoe.experts.lookahead import Gate, Lookahead, Trial
 from mlxmoe.experts.switch import switch_modules
 
 PROMPT = "In the beginning God created"
@@ -154,6 +157,32 @@ def test_a_definition_that_routes_elsewhere_is_not_guessed_for(expected: tuple[l
             lookahead._block = None  # type: ignore[assignment]
         assert tokens_of(engine) == expected[0]
         assert engine.stats().lookahead_recall is None
+
+
+class Expecting:
+    """A bank's part in guesses: it notes whom it is to expect, in order."""
+
+    expert_bytes = 1
+
+    def __init__(self) -> None:
+        self.counters = BankCounters()
+        self.asked: list[list[int]] = []
+
+    def expect(self, experts: list[int]) -> None:
+        self.asked.append(experts)
+
+
+def test_what_a_router_is_surest_of_is_read_first_at_whichever_end_of_its_choice_it_is() -> None:
+    bank: Any = Expecting()
+    lookahead = Lookahead(nn.Module(), nn.Module(), None)
+    lookahead.follow(bank)
+    two_tokens = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    for wanted in ({3, 4, 8}, {1, 2, 5, 6}, {1}):
+        lookahead.expect(two_tokens)
+        lookahead.note_call(wanted)
+    assert bank.asked[0] == [1, 5, 2, 6, 3, 7, 4, 8], "nothing is known: as the router has them"
+    assert bank.asked[1] == bank.asked[0][::-1], "the last ones were right"
+    assert bank.asked[2] == bank.asked[0], "the first ones were, more often"
 
 
 def test_when_reads_dominate_and_guesses_are_good_less_is_waited_for() -> None:

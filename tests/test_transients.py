@@ -24,7 +24,7 @@ from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
-from mlxmoe.transients.evaluation import peak_bytes
+from mlxmoe.transients.evaluation import peak_of
 from mlxmoe.transients.layout import contiguous, row_strides, view_strides
 from mlxmoe.transients.tracing import Node, Step, TracedChunk, Value, _arrays, _seen_caches
 
@@ -214,6 +214,17 @@ def test_a_deep_model_is_read_off_its_first_layers(tmp_path: Path, monkeypatch: 
     assert len(model.model.layers) == 48
 
 
+def test_caches_that_are_views_count_with_what_they_are_views_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first chunk's values are a part of the product of queries, keys and values, which stays for each layer."""
+    config = {**DEFINITIONS["bailing_moe"], "num_hidden_layers": 14}
+    model, _ = opened(make_tiny(tmp_path / "deep", config))
+    few = PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096)
+    monkeypatch.setattr("mlxmoe.transients.tracing._layers_to_trace", lambda model, layers: len(layers))
+    assert few == pytest.approx(PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096), rel=0.02)
+
+
 def test_longer_chunks_and_contexts_need_more(tiny: Path) -> None:
     model, slots = opened(tiny)
     transients = PrefillTransients(model.model, model.modules, model.kv, slots)
@@ -249,19 +260,19 @@ def chain(*kinds: str) -> TracedChunk:
 
 
 def test_elementwise_operations_write_over_their_input() -> None:
-    assert peak_bytes(chain("Exp", "Square", "Abs")) == 4000
+    assert peak_of(chain("Exp", "Square", "Abs")).nbytes == 4000
 
 
 def test_other_operations_need_both_until_the_computation_has_caught_up() -> None:
-    assert peak_bytes(chain("Sort", "Sort")) == 12_000
-    assert peak_bytes(chain(*["Sort"] * 500)) <= (2 + 110 // 2) * 4000
+    assert peak_of(chain("Sort", "Sort")).nbytes == 12_000
+    assert peak_of(chain(*["Sort"] * 500)).nbytes <= (2 + 110 // 2) * 4000
 
 
 def test_each_evaluation_of_a_streaming_layer_waits() -> None:
     traced = chain(*["Sort"] * 6)
-    whole = peak_bytes(traced)
+    whole = peak_of(traced).nbytes
     traced.steps.append(Step("v2", ("v3",), "v4", 2**21))
-    assert peak_bytes(traced) < whole
+    assert peak_of(traced).nbytes < whole
 
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)

@@ -117,7 +117,7 @@ def resident(bench: Bench) -> Iterator[Row]:
 
 
 def _loops(bench: Bench, engine: Engine) -> Row:
-    """Greedy replies of the public streams: mlx-lm's runs a step ahead of what it hands out, ours does not."""
+    """Greedy replies of the public streams, both a step ahead of what they hand out."""
     prompt, count = bench.sequence.tokens[:WARM_UP], max(8, bench.steps // 4)
 
     def seconds_and_tokens(stream: Iterator[Any]) -> tuple[float, list[int]]:
@@ -126,9 +126,9 @@ def _loops(bench: Bench, engine: Engine) -> Row:
         tokens += [chunk.token for chunk in stream]
         return (time.perf_counter() - began) / max(1, len(tokens) - 1), tokens
 
-    ratios, exact = [], True
-    for n in range(bench.repeats):
-        bench.say(f"resident: streams, {n + 1} of {bench.repeats}")
+    ratios, exact, pairs = [], True, 2 * bench.repeats - 1
+    for n in range(pairs):
+        bench.say(f"resident: streams, {n + 1} of {pairs}")
         streams: dict[str, Callable[[], Iterator[Any]]] = {
             "ours": lambda: engine.stream(prompt, max_tokens=count),
             "stock": lambda: stock_stream(bench.stock, bench.tokenizer, prompt, max_tokens=count),

@@ -130,6 +130,22 @@ class ExpertBank:
         assert EMPTY not in slots, "every expert of a wave has arrived"
         return slots
 
+    def slots_of_hits(self, experts: Sequence[int], top_k: int) -> list[int] | None:
+        """A whole call for `experts`, as from `want` to `used`, if each has a slot: those. Else None, and nothing.
+
+        Most calls of most layers take this way, so it is kept short.
+        """
+        if self._changing or self._coming or self._guessed:
+            return None
+        slot_of = self._slot_of
+        slots = [slot_of[expert] for expert in experts]
+        if EMPTY in slots:
+            return None
+        self._policy.count(experts, top_k)
+        self._policy.touch(experts)
+        self.counters.hits += len(set(experts))
+        return slots
+
     def want(self, experts: Sequence[int], top_k: int) -> list[list[int]]:
         """A call wants these experts, `top_k` for each token in turn. Returns them in waves; counts hits.
 
@@ -163,7 +179,8 @@ class ExpertBank:
         Overwrites slots, but none of experts that the call still needs: whatever else reads slots must have been
         evaluated. Raises CheckpointReadError.
         """
-        missing = [expert for expert in wave if expert not in self._policy and expert not in self._coming]
+        held = self._policy.held
+        missing = [expert for expert in wave if expert not in held and expert not in self._coming]
         if not missing:
             return True
         if not self._make_room(len(missing)):
@@ -193,22 +210,22 @@ class ExpertBank:
 
     def used(self) -> None:
         """The call is over, and all its experts that are here were used."""
-        self._policy.touch([expert for expert in self._wanted if expert in self._policy])
+        held = self._policy.held
+        self._policy.touch([expert for expert in self._wanted if expert in held])
         self._wanted, self._needed = [], set()
         self._changing = False
 
     def expect(self, experts: Iterable[int]) -> None:
-        """Begin to read those of `experts` that are not here, because the next call will probably want them.
+        """Begin to read what is not here of `experts`, which the next call will probably want, the surest first.
 
         As `fetch`, between two calls. What else reads slots must have been evaluated.
         """
         if self._changing:
             self._recover()
         self._changing = True
-        self._needed = set(experts)
-        self._guessed = frozenset(self._needed)
-        missing = [expert for expert in self._needed if expert not in self._policy and expert not in self._coming]
-        missing.sort(key=self._policy.worth, reverse=True)  # what is wanted more often is guessed right more often
+        guessed = dict.fromkeys(experts)
+        self._needed, self._guessed = set(guessed), frozenset(guessed)
+        missing = [expert for expert in guessed if expert not in self._policy and expert not in self._coming]
         self._make_room(len(missing))
         for expert in missing[: len(self._free)]:
             slot = self._free[-1]

@@ -102,10 +102,18 @@ class ExpertCache:
         """Hits and misses of all layers so far."""
         return sum(c.hits for c in self.counters.values()), sum(c.misses for c in self.counters.values())
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether the pass at hand may leave work to MLX: no layer of it streams, and nobody records."""
+        return not self.streams and not self._recordings
+
     @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """The turn for one forward pass, which leaves nothing unevaluated behind in any bank."""
-        with self._turn(), noting(self._modules, r) if (r := self._recordings) else nullcontext():
+    def one_pass(self, following: mx.array | None = None) -> Iterator[None]:
+        """The turn for one forward pass, which leaves nothing unevaluated behind in any bank.
+
+        `following`: as of Passes.one.
+        """
+        with self._turn(following), noting(self._modules, r) if (r := self._recordings) else nullcontext():
             for stream in self.streams.values():  # of a pass that was cut short: nobody will ask for it
                 stream.take_pending()
             start = time.perf_counter()
@@ -119,9 +127,9 @@ class ExpertCache:
                     self._trial.note(time.perf_counter() - start)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, following: mx.array | None = None) -> Iterator[None]:
         """The turn, with every module as it is between passes."""
-        with self.passes.one():
+        with self.passes.one(following):
             for module in self._modules.values():
                 settle(module)
             yield

@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlxmoe.errors import RequestError
 from mlxmoe.experts.bank import ExpertBank
@@ -32,25 +32,40 @@ class Passes:
 
     Within a pass (`with passes.one()`) outputs may stay unevaluated, because whoever opened it evaluates them in the
     same thread before it ends. A layer called outside of any pass takes a turn of its own.
+
+    What a pass `leave`s to MLX is scheduled, so any thread may wait for it, and whoever has the next turn does.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._left: tuple[mx.array, int] | None = None  # what was left to MLX, and the thread that did
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self, following: mx.array | None = None) -> Iterator[None]:
         """Wait for the pass under way, then hold the turn for one pass.
 
+        `following`: what this thread left to MLX and goes on from, so that it need not be done yet; anything else is.
         Raises RequestError within a pass of the same thread: a signal handler must not touch slots in use.
         """
         self.refuse_within()
         with self._lock:
             try:
                 self._owner = threading.get_ident()
+                if self._left is not None and (self._left[0] is not following or self._left[1] != self._owner):
+                    mx.eval(self._left[0])
+                    self._left = None
                 yield
             finally:
                 self._owner = None
+
+    def leave(self, result: mx.array, *others: object) -> None:
+        """Within a pass: have MLX evaluate these, which are done by the next turn, unless that follows `result`.
+
+        Of a pass in which no layer streams: slots could be overwritten meanwhile.
+        """
+        start_computing(result, *others)
+        self._left = result, threading.get_ident()
 
     def refuse_within(self) -> None:
         """Raise RequestError within a pass of the calling thread."""
@@ -86,10 +101,9 @@ class ExpertStream:
         nothing unevaluated reads a slot when slots are overwritten.
         """
         out = self._compute(x, indices, forward)
+        self._pending = [out]
         if out.nbytes > KEEP_PENDING_BYTES:
-            mx.eval(out)
-        else:
-            self._pending = [out]
+            mx.eval(self.take_pending())
         return out
 
     def take_pending(self) -> list[mx.array]:
@@ -100,22 +114,25 @@ class ExpertStream:
     def _compute(self, x: mx.array, indices: mx.array, forward: Forward) -> mx.array:
         bank, top_k = self.bank, indices.shape[-1]
         guess = [] if self.ahead is None else self.ahead.guess(x, top_k)
-        mx.eval(indices, self.take_pending(), guess)
-        experts: list[int] = np.asarray(indices).ravel().tolist()  # MLX's own flatten would be one more evaluation
-        waves = bank.want(experts, top_k)
+        flat = indices.flatten()  # a copy of what is a view, within the one evaluation
+        mx.eval(flat, self._pending, guess)
+        experts = cast(list[int], flat.tolist())
+        slots = bank.slots_of_hits(experts, top_k)
+        waves = [] if slots is not None else bank.want(experts, top_k)
         if self.foretold is not None:
-            self.foretold.note_call()
+            self.foretold.note_call(set(experts))
         for wave in waves[:2]:
             bank.fetch(wave)
         if self.ahead is not None and guess:
             self.ahead.expect(guess[0])  # behind what is waited for
-        if len(waves) == 1:
-            bank.arrive(waves[0])
-            slots = mx.array(bank.slots_of(experts), dtype=indices.dtype).reshape(indices.shape)
-            out = forward(x, slots)
-        else:
+        if len(waves) > 1:
             out = self._in_waves(x, indices, experts, waves, forward)
-        bank.used()
+        else:
+            for wave in waves:
+                bank.arrive(wave)
+            out = forward(x, _shaped(bank.slots_of(experts) if slots is None else slots, indices))
+        if waves:
+            bank.used()
         start_computing(out)  # while the host builds what comes next
         return out
 
@@ -150,8 +167,18 @@ class ExpertStream:
         return mx.concatenate(parts)[order].reshape(*indices.shape, -1)
 
 
-def start_computing(*arrays: mx.array) -> None:
-    """Have MLX evaluate `arrays` without waiting for them."""
+def _shaped(slots: list[int], like: mx.array) -> mx.array:
+    """`slots` as an array of the shape and type of `like`."""
+    if len(slots) > like.shape[-1]:
+        return mx.array(slots, dtype=like.dtype).reshape(like.shape)
+    nested: list[Any] = slots  # of one token: to nest the list costs the host less than an operation
+    for _ in like.shape[1:]:
+        nested = [nested]
+    return mx.array(nested, dtype=like.dtype)
+
+
+def start_computing(*arrays: object) -> None:
+    """Have MLX evaluate `arrays`, or trees of them, without waiting for them."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # its stub has no types
 
 

@@ -2,7 +2,8 @@
 
 The next MoE block is called on this layer's hidden state with its switch layer listening: the block's own code
 computes the routing, the switch layer notes the ids and computes nothing, and only the ids are ever evaluated. A
-residual stream changes little from one layer to the next, so most of them are right; a wrong one costs a read.
+residual stream changes little from one layer to the next, so most of them are right; a wrong one costs a read. The
+surest are read first: those at one end of what the router chose, which end depends on the definition and is learnt.
 
 Whether that pays is measured: for the whole model by decode steps with and without it in turns (`Trial`), for a layer
 by how many experts that were missing it named (`Gate`).
@@ -11,7 +12,7 @@ by how many experts that were missing it named (`Gate`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import Any, Literal
 
@@ -100,6 +101,8 @@ class Lookahead:
         self._hearing: Any = mixed(Hearing, type(module))
         self._works = True
         self._counted = (0, 0)
+        self._named: list[int] = []  # by the last guess, all tokens' first choices before all second ones
+        self._lean = 0  # how many more were right at the end of guesses than at their beginning
         self.follow(None)
 
     def follow(self, bank: ExpertBank | None, take_pending: Callable[[], list[mx.array]] = list) -> None:
@@ -136,12 +139,18 @@ class Lookahead:
         return [heard, *self._take_pending()] if self._works else []
 
     def expect(self, guess: mx.array) -> None:
-        """Have the bank read what is missing of an evaluated `guess`, behind what is waited for."""
+        """Have the bank read what is missing of an evaluated `guess [..., K]`, behind what is waited for."""
         assert self._bank is not None, "a guess is made for a bank"
-        self._bank.expect(np.asarray(guess).ravel().tolist())
+        named: list[int] = np.asarray(guess).reshape(-1, guess.shape[-1]).T.ravel().tolist()
+        self._named = named
+        self._bank.expect(named[::-1] if self._lean > 0 else named)
 
-    def note_call(self) -> None:
-        """The layer was called, and its bank has counted what it wanted."""
+    def note_call(self, wanted: Collection[int]) -> None:
+        """The layer was called for the experts `wanted`, and its bank has counted them."""
+        if self._named:
+            half, right = len(self._named) // 2, [expert in wanted for expert in self._named]
+            self._lean += sum(right[len(right) - half :]) - sum(right[:half])
+            self._named = []
         assert self._bank is not None, "a layer that streams has a bank"
         counters = self._bank.counters
         now = counters.misses, counters.early_useful_bytes // self._bank.expert_bytes

@@ -26,6 +26,7 @@ class LRFU:
     def __init__(self, half_life: float = 32, first_share: float = 1 / 12) -> None:
         self.calls = 0
         self._half_life = half_life
+        self._settled_growth: float = 2.0 ** (1 / half_life)  # of the weight from a token to the next
         self._first_share = first_share
         self._tokens = 0
         self._weight = 1.0  # of the newest token: it grows, so that older ones need not be made smaller
@@ -57,15 +58,12 @@ class LRFU:
         self.calls += 1
         for start in range(0, len(experts), top_k):
             self._tokens += 1
-            self._weight *= 2.0 ** (1 / min(self._half_life, max(1.0, self._tokens * self._first_share)))
+            life = self._tokens * self._first_share
+            self._weight *= self._settled_growth if life >= self._half_life else 2.0 ** (1 / max(1.0, life))
             if self._weight > LARGEST_WEIGHT:
                 self._scale_down()
             for expert in experts[start : start + top_k]:
                 self._values[expert] += self._weight
-
-    def worth(self, expert: int) -> float:
-        """The value of an expert, in a slot or not; only to be compared with another's now."""
-        return self._values.get(expert, 0.0)
 
     def admit(self, experts: Iterable[int]) -> None:
         """Let `experts`, which were in no slot, hold one that they were not used in yet."""

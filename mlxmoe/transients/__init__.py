@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxmoe.errors import brief
 from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
-from mlxmoe.transients.evaluation import peak_bytes
+from mlxmoe.transients.evaluation import peak_of
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk
 from mlxmoe.transients.waiting import WaitingStates
 
@@ -98,13 +98,14 @@ class PrefillTransients:
         return self._simulations[chunk, seen]
 
     def _peak(self, traced: TracedChunk, chunk: int, seen: int) -> int:
-        peak = peak_bytes(traced)
+        peak = peak_of(traced)
         if traced.left_out is None:
-            return peak
+            return peak.nbytes
         # Deep models are alike from layer to layer: of those left out, caches and small outputs add up.
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
         states = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
-        return peak - traced.state_bytes + states + kept + self._waiting.of(chunk, traced)
+        more = states / traced.state_bytes - 1 if traced.state_bytes else 0.0
+        return peak.nbytes + round(peak.states_bytes * more) + kept + self._waiting.of(chunk, traced)
 
     def _estimated(self, chunk: int, context: int) -> int:
         """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from mlxmoe.transients.layout import Strides, contiguous, is_matrix, row_strides, view_strides
 from mlxmoe.transients.tracing import Node, TracedChunk, Value
@@ -31,8 +32,18 @@ MATRIX = frozenset(["Matmul", "AddMM", "GatherMM", "BlockMaskedMM"])
 ROW_INPUT = frozenset(["QuantizedMatmul", "GatherQMM", "QQMatmul"])
 
 
-def peak_bytes(traced: TracedChunk) -> int:
-    """The most bytes alive at once over the evaluations of a chunk, the caches before it among them."""
+class Peak(NamedTuple):
+    """The most bytes alive at once over the evaluations of a chunk, the caches before it among them.
+
+    `states_bytes`: of the buffers in which the caches lie after it; more than theirs where they are views.
+    """
+
+    nbytes: int
+    states_bytes: int
+
+
+def peak_of(traced: TracedChunk) -> Peak:
+    """Simulates the evaluations of a chunk."""
     simulation = _Simulation(traced)
     for value in traced.prior:
         simulation.allocate(value, value.nbytes, row_strides(value.shape))
@@ -47,7 +58,7 @@ def peak_bytes(traced: TracedChunk) -> int:
             simulation.release([step.out])
     simulation.evaluate(traced.states)
     simulation.evaluate([step.out for step in traced.steps if step.kept_bytes])
-    return simulation.peak
+    return Peak(simulation.peak, simulation.held_by(traced.states))
 
 
 class _Simulation:
@@ -84,6 +95,10 @@ class _Simulation:
                 buffer = self._buffer.pop(name)
                 self._values[buffer] -= 1
                 self._free(buffer)
+
+    def held_by(self, names: Iterable[str]) -> int:
+        """Bytes of the buffers in which these values lie."""
+        return sum(self._sizes[buffer] for buffer in {self._buffer[name] for name in names if name in self._buffer})
 
     def allocate(self, value: Value, nbytes: int, strides: Strides) -> None:
         self._sizes[value.name] = nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import lru_cache
 
 from mlxmoe.transients.tracing import Node, Value
 
@@ -12,14 +12,21 @@ Strides = tuple[int, ...]  # in items, one for each axis
 SAME = frozenset(["StopGradient", "Copy", "Depends"])  # look at the very same
 
 
+@lru_cache(maxsize=1024)  # a graph has few shapes, and asks for each very often
 def row_strides(shape: Shape) -> Strides:
     """Of an array whose rows lie one after the other."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides, stride = [0] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = stride
+        stride *= shape[axis]
+    return tuple(strides)
 
 
 def contiguous(shape: Shape, strides: Strides) -> bool:
     wanted = row_strides(shape)
-    return all(size == 1 or have == want for size, have, want in zip(shape, strides, wanted, strict=True))
+    return strides == wanted or all(
+        size == 1 or have == want for size, have, want in zip(shape, strides, wanted, strict=True)
+    )
 
 
 def is_matrix(shape: Shape, strides: Strides) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import mlx.nn as nn
 
-from mlxmoe.transients.evaluation import peak_bytes
+from mlxmoe.transients.evaluation import peak_of
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, trace_chunk
 
 
@@ -43,5 +43,7 @@ class WaitingStates:
             for halved in (True, False)
         )
         more = whole.state_caches - half.state_caches
-        grown = peak_bytes(whole) - whole.state_bytes - (peak_bytes(half) - half.state_bytes)
+        peaks = peak_of(half), peak_of(whole)
+        before, after = (peak.nbytes - peak.states_bytes for peak in peaks)
+        grown = after - before
         return max(0, grown) / more if more else 0.0
