@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -91,6 +91,11 @@ class Decoder:
         """Let go of the model once the pass under way is over. May be called twice."""
         with self._experts.passes.one():
             self._model = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a pass may have to wait for experts to be read."""
+        return not self._experts.may_leave
 
     @property
     def must_finish(self) -> bool:
@@ -181,12 +186,22 @@ class Decoder:
         for _ in self.prefill_steps(tokens, cache, run):
             pass
 
-    def prefill_steps(self, tokens: Sequence[int], cache: Cache, run: PrefixRun | None = None) -> Iterator[int]:
-        """`prefill`, a chunk for each number yielded: the tokens that `cache` has seen of `tokens` by then."""
+    def prefill_steps(
+        self,
+        tokens: Sequence[int],
+        cache: Cache,
+        run: PrefixRun | None = None,
+        *,
+        most: Callable[[], int | None] = lambda: None,
+    ) -> Iterator[int]:
+        """`prefill`, a chunk for each number yielded: the tokens that `cache` has seen of `tokens` by then.
+
+        `most`: asked before each chunk for the most tokens that it may have, None for the usual.
+        """
         done = 0
         while done < len(tokens):
             with self._pass() as model:
-                chunk = tokens[done : done + self._chunk_size(cache)]
+                chunk = tokens[done : done + min(self._chunk_size(cache), most() or len(tokens))]
                 model(mx.array([chunk]), cache=cache)
                 mx.eval([entry.state for entry in cache])
                 if run is not None:

@@ -149,6 +149,27 @@ def test_the_experts_of_a_batch_are_read_once_for_all(quarter: Engine) -> None:
     assert 0 < read <= together * expert_bytes
 
 
+@pytest.mark.parametrize(("experts", "together", "steps"), [("all", True, 13), ("25%", True, 1), ("all", False, 1)])
+def test_a_long_prompt_lets_others_speak_in_between(
+    experts: str, together: bool, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxmoe.batch.batch.POLITE_TOKENS", 16)
+    prompt = [5 + i for i in range(200)]
+    with load(experts=experts) as engine:
+        batch = engine.batch(together=together)
+        batch.add(prompt, ask(max_tokens=50))
+        batch.step()
+        assert batch.speaking == 1, "alone it is read as by stream"
+        long = batch.add(prompt, ask(max_tokens=3, top_logprobs=2))
+        taken = 0
+        while batch.speaking < 2:
+            taken += 1
+            batch.step()
+        assert taken == steps
+        said = run(batch)[long]
+        agree(said, list(engine.stream(prompt, max_tokens=3, top_logprobs=2))[-len(said) :])
+
+
 def test_room_is_held_for_the_longest_and_given_back(quarter: Engine) -> None:
     batch = quarter.batch()
     held = quarter.memory().kv_bytes

@@ -1,9 +1,9 @@
 """Continuous batching: replies that share each pass, and so each expert that is read. Knows text and memory, no HTTP.
 
-A prompt is read alone, in the very passes that `stream` makes, a chunk between two tokens of the others. Its reply
-joins them: one pass computes the next token of every reply. The arithmetic of a row is that of a text alone, but for
-the order in which a longer row's sums may be taken: log-probabilities agree within rounding. A reply that has the
-model to itself gets the bits of `stream`.
+A prompt is read alone, a chunk between two tokens of the others: in the passes that `stream` makes, or in smaller
+ones where others wait for it. Its reply joins them: one pass computes the next token of every reply. The arithmetic
+of a row is that of a text alone, but for the order in which a longer row's sums may be taken: log-probabilities agree
+within rounding. A reply that has the model to itself gets the bits of `stream`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from mlxmoe.errors import MemoryPressureError, MlxMoeError
 from mlxmoe.memory.plan import KV_STEP
 from mlxmoe.reply import Chunk, Replier, ReplySettings
 from mlxmoe.sampling import Constraint, Sampled, Sampler
+
+# Of a prompt, between two tokens of others: a chunk of 2048 can take seconds. Where layers stream, each chunk reads
+# most experts once, whatever its size: smaller ones would take the others as long, and more often.
+POLITE_TOKENS = 512
 
 Heard = tuple[Text, Chunk | MlxMoeError]
 
@@ -132,7 +136,12 @@ class Batch:
         text.run = self._decoder.reuse(prompt, cache)
         if text.run is not None:
             text.reply.reused = text.run.seen
-        return self._decoder.prefill_steps(text.unread, cache, text.run)
+        return self._decoder.prefill_steps(text.unread, cache, text.run, most=self._polite_tokens)
+
+    def _polite_tokens(self) -> int | None:
+        """The most tokens of a prompt to be read while others wait for their next one."""
+        polite = self.together and self._speaking and not self._decoder.streams
+        return POLITE_TOKENS if polite else None
 
     def _speak_together(self) -> list[Heard]:
         texts = list(self._speaking)
