@@ -313,7 +313,7 @@ class Engine:
 
         `together`: False computes each reply in passes of its own, bit for bit as `stream`; True raises
         UnsupportedModelError for a model type that the tests did not find right in a batch; by default together where
-        that is right. Prompts go in as tokens, made by `encode`.
+        that is right. Prompts go in as tokens, made by `encode`; see examples/together.py.
         """
         shares = decodes_together(self.config["model_type"]) and can_share(self._decoder.new_cache())
         if together and not shares:
@@ -321,7 +321,12 @@ class Engine:
                 f"Replies of model type {self.config['model_type']} are not known to be right in one batch. "
                 f"Leave together= out: they are computed in turns."
             )
-        return Batch(self._replier, self._balance.lease, together=shares if together is None else together)
+        return Batch(
+            self._replier,
+            self._balance.lease,
+            vocab=self.vocab,
+            together=shares if together is None else together,
+        )
 
     def encode(
         self,

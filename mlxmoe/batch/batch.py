@@ -9,6 +9,7 @@ within rounding. A reply that has the model to itself gets the bits of `stream`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -18,8 +19,11 @@ from mlxmoe.batch.text import Text
 from mlxmoe.decode import POOL_TOKENS, Cache
 from mlxmoe.errors import MemoryPressureError, MlxMoeError
 from mlxmoe.memory.plan import KV_STEP
-from mlxmoe.reply import Chunk, Replier, ReplySettings
+from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.sampling import Constraint, Sampled, Sampler
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Of a prompt, between two tokens of others: a chunk of 2048 can take seconds. Where layers stream, each chunk reads
 # most experts once, whatever its size: smaller ones would take the others as long, and more often.
@@ -31,11 +35,13 @@ Heard = tuple[Text, Chunk | MlxMoeError]
 class Batch:
     """Replies under way, moved on by `step()`. For one thread at a time; the engine's other streams may interleave.
 
-    `together`: one pass for all replies; else each has its own, in turns, and the bits of `stream`.
+    `together`: one pass for all replies; else each has its own, in turns, and the bits of `stream`. `vocab`: token
+    ids that the model knows.
     """
 
-    def __init__(self, replier: Replier, lease: Callable[[], Lease], *, together: bool) -> None:
+    def __init__(self, replier: Replier, lease: Callable[[], Lease], *, vocab: int, together: bool) -> None:
         self.together = together
+        self._vocab = vocab
         self._replier = replier
         self._decoder = replier.decoder
         self._lease = lease()
@@ -57,18 +63,22 @@ class Batch:
     def add(
         self,
         tokens: Sequence[int],
-        settings: ReplySettings,
+        settings: ReplySettings | None = None,
         *,
         constraint: Constraint | None = None,
         score: bool = False,
         speaks: bool = True,
+        **options: Unpack[ReplyOptions],
     ) -> Text:
-        """Begin a reply to the prompt `tokens`, which `PromptEncoder` made or checked; `step()` computes it.
+        """Begin a reply to the prompt `tokens`, which `Engine.encode` made; `step()` computes it.
 
-        `constraint`: what it may say. `score`: tell how probable the prompt was, in `Text.scores`; with `speaks`
-        False that is all. Raises MemoryBudgetError where no room can be made for its KV cache beside the others',
-        MemoryPressureError while nothing new may begin.
+        `options`: as for Engine.stream; or all of them as `settings`. `constraint`: what it may say. `score`: tell
+        how probable the prompt was, in `Text.scores`; with `speaks` False that is all. Raises SamplingError,
+        MemoryBudgetError where no room can be made for its KV cache beside the others', MemoryPressureError while
+        nothing new may begin.
         """
+        settings = settings or ReplySettings.check(**options)
+        settings.sampling.refuse_beyond(self._vocab)
         reply = self._replier.begin(tokens, settings)
         text = Text(
             reply, Sampler(settings.sampling, constraint), self._decoder.new_cache(), score=score, speaks=speaks

@@ -168,7 +168,6 @@ class Work:
         if item.tokens is not None:
             return item.tokens
         ask, engine = item.ask, self.engine
-        item.settings.sampling.refuse_beyond(engine.vocab)
         raw = isinstance(ask.prompt, str)
         tokens = engine.encode(ask.prompt, raw=raw, tools=ask.tools, template=ask.template)
         wanted, context = item.settings.max_tokens, engine.context
