@@ -106,6 +106,16 @@ def half_gigabyte(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def registers_nothing() -> Iterator[None]:
+    """What runs in this process as a program of a user's leaves no definition of its own for later tests."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("mlx_lm.models.") and sys.modules[name].__name__ != name:
+            del sys.modules[name]
+
+
+@pytest.fixture
 def kernels_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's muse_spark has kernels for Metal only: elsewhere plain ones stand in, for stock and for us."""
     if not mx.metal.is_available():

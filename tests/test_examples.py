@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
+@pytest.mark.usefixtures("registers_nothing")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_is_short(
     example: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def test_the_first_command_of_the_readme_runs_as_a_shell_runs_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("program", blocks("python"))
-@pytest.mark.usefixtures("a_users_folder")
+@pytest.mark.usefixtures("a_users_folder", "registers_nothing")
 def test_a_program_of_the_readme_runs_with_the_demo_model(program: str, capfd: pytest.CaptureFixture[str]) -> None:
     exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     assert capfd.readouterr().err == ""
