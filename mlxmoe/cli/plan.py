@@ -12,7 +12,7 @@ from rich.table import Table
 
 import mlxmoe
 from mlxmoe.cli import common
-from mlxmoe.cli.plan_together import together_table
+from mlxmoe.cli.plan_together import together_markdown, together_table
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.tuning.report import ContextPlan, PlanReport, percent
 
@@ -55,12 +55,15 @@ def plan(
             help="Routing of this model, from `mlxmoe profile --trace`, in place of guesses.", show_default=False
         ),
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of --together in Markdown.")] = False,
     as_json: common.AsJSON = False,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     debug: common.Debug = False,
 ) -> None:
     """Say which contexts of a model fit a machine, and how fast it would be. Needs no weights; measures nothing."""
+    if markdown and together is None:
+        raise mlxmoe.PlanError("--markdown prints the table of --together. Say how many replies: --together 1,2,4,8")
     report = mlxmoe.plan(
         model,
         memory=memory,
@@ -79,6 +82,8 @@ def plan(
     )
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
+    elif markdown:
+        typer.echo(together_markdown([report]), nl=False)
     else:
         _show(report)
 

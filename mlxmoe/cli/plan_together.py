@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from rich.table import Table
 
 from mlxmoe.memory.sizes import format_bytes
@@ -24,7 +27,7 @@ def together_table(report: PlanReport) -> Table:
 
 
 def together_cells(row: TogetherPlan, moe: bool) -> list[str]:
-    """The row as text, without its experts for a dense model."""
+    """The row as text; `moe`: with what it has of experts."""
     if row.plan is None:
         return [str(row.replies), str(row.context), *[""] * (5 if moe else 3), row.verdict]
     experts = ["" if share is None else percent(share) for share in (row.expert_share, row.hit_rate)] if moe else []
@@ -38,3 +41,14 @@ def together_cells(row: TogetherPlan, moe: bool) -> list[str]:
         "?" if each is None else rate_down(each),
         row.verdict,
     ]
+
+
+def together_markdown(reports: Sequence[PlanReport]) -> str:
+    """The rows of all `reports` as one table in Markdown, as the docs have it."""
+    heads = [head.replace("\n", " ") for head in (*HEADS, *EXPERT_HEADS, *SPEED_HEADS)]
+    lines = ["| model | " + " | ".join(heads) + " | verdict |", "| --- |" + " ---: |" * len(heads) + " --- |"]
+    for report in reports:
+        name = Path(report.model).name.removesuffix(".json")
+        for row in report.together:
+            lines.append("| " + " | ".join([name, *together_cells(row, moe=True)]) + " |")
+    return "\n".join(lines) + "\n"

@@ -53,10 +53,10 @@ class TogetherPlan:
     """What `replies` at once cost, each of them `context` tokens long with its prompt. All figures are predicted.
 
     `plan`: the memory, with the KV of all of them, None where they do not fit. `expert_share`: of the routed
-    experts' bytes, what stays in slots; `hit_rate`: of the distinct experts that a pass wants, what is in a slot; both
-    None for a dense model. `tokens_per_s`: of all together at the beginning of their texts, `full_tokens_per_s` with every
-    context full; None where the machine's speed is not known. `verdict`: "too slow" where each gets too little with
-    its context full. `why`: what stands in the way where they do not fit.
+    experts' bytes, what stays in slots; `hit_rate`: of the distinct experts that a pass wants, what is in a slot;
+    both None for a dense model. `tokens_per_s`: of all together at the beginning of their texts; `full_tokens_per_s`
+    with every context full; None where the machine's speed is not known. `verdict`: "too slow" where each gets too
+    little with its context full. `why`: what stands in the way where they do not fit.
     """
 
     replies: int

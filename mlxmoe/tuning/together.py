@@ -168,7 +168,9 @@ def _gains(row: TogetherPlan, fewer: TogetherPlan) -> bool:
 
 
 def _count(replies: int) -> str:
-    return "1 person" if replies == 1 else f"{replies} people at once"
+    if replies == 1:
+        return "1 person"
+    return f"{replies} people at once" + (" or more" if replies == MOST_TRIED else "")
 
 
 def _speed(row: TogetherPlan) -> str:
