@@ -23,6 +23,7 @@ from tiny import make_tiny
 
 import mlxmoe
 from mlxmoe import MemoryBudgetError, PlanError, SavedStateError, Trace, load
+from mlxmoe.cli.plan_together import together_markdown
 from mlxmoe.memory.plan import Plan
 from mlxmoe.opening import open_folder
 from mlxmoe.tuning.outline import outlined
@@ -196,8 +197,8 @@ def test_more_replies_take_experts_and_the_sentences_say_how_many_are_served(tmp
 
 
 def test_what_does_not_fit_alone_serves_nobody_and_says_why(tmp_path: Path) -> None:
-    file = config_file(tmp_path, CONFIGS["DeepSeek-V3"])
-    report = mlxmoe.plan(file, memory="16GB", chip="m4", bits=4, together=[1, 2])
+    file = config_file(tmp_path, CONFIGS["Mixtral-8x7B"])
+    report = mlxmoe.plan(file, memory="4GB", chip="m4", bits=4, together=[1, 2])
     assert [row.verdict for row in report.together] == ["does not fit"] * 2
     assert report.people[0].startswith("Serves nobody with 8192 tokens. Trunk (")
     assert report.contexts[0].why in report.people[0]  # type: ignore[operator]
