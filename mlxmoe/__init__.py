@@ -42,7 +42,7 @@ from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
 from mlxmoe.tuned import TunedMachine
-from mlxmoe.tuning import ContextPlan, PlanReport, PrefillRow, TuneReport, TuneRow, plan, tune
+from mlxmoe.tuning import ContextPlan, PlanReport, PrefillRow, TogetherPlan, TuneReport, TuneRow, plan, tune
 
 __version__ = "0.1.0"
 
@@ -81,6 +81,7 @@ __all__ = [
     "SamplingError",
     "SavedStateError",
     "Session",
+    "TogetherPlan",
     "TornStateError",
     "Trace",
     "TuneReport",

@@ -82,6 +82,15 @@ CONFIGS: dict[str, Config] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         },
     },
+    "Qwen3-Next-80B-A3B": {
+        **_BF16, "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+        "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+        "decoder_sparse_step": 1, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "mlp_only_layers": [], "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 262144,
+        "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
     "MiniMax-M2.5": {
         **_BF16, "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
         "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
@@ -157,4 +166,25 @@ PUBLISHED = (
     PublishedDecode("gpt-oss-20b", "M2 Pro, resident", 200e9, 44.0, bits=8),
     PublishedDecode("gpt-oss-20b", "M2 Max, resident", 400e9, 91.0, bits=8),
     PublishedDecode("Mixtral-8x7B", "32 GB, resident, 200 GB/s assumed", 200e9, 14.8),
+)
+
+
+@dataclass(frozen=True)
+class PublishedTogether:
+    """Decode rates of all replies together that somebody published, by how many there were, all experts in memory."""
+
+    model: str
+    machine: str
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    bits: int
+    context: int
+    tokens_per_s: dict[int, float]
+
+
+# Issue 1783 of jundot/omlx: Qwen3-Coder-Next in 6 bits, prompts of 1024 tokens and replies of 128, all begun at once.
+PUBLISHED_TOGETHER = (
+    PublishedTogether(
+        "Qwen3-Next-80B-A3B", "M4 Max 128 GB", 546e9, 18.4e12, 6, 1152, {1: 78.4, 2: 96.9, 4: 139.9, 8: 180.2}
+    ),
 )

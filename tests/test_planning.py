@@ -241,7 +241,7 @@ def test_a_report_is_plain_values_and_says_what_is_predicted(tiny: Path) -> None
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["basis"] == {
         "weights": "exact", "target.rates": "published or assumed: see assumptions", "contexts": "predicted",
-        "measured": [],
+        "together": "predicted", "measured": [],
     }  # fmt: skip
     assert plain["recommended"] == 512
     given = mlxmoe.plan(tiny, memory="8GB", rates=Rates(100e9))

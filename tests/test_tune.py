@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import Result
+from definitions import DEFINITIONS
 from tiny import QWEN3_MOE, copy_folder, make_tiny
 from typer.testing import CliRunner
 
@@ -396,3 +397,28 @@ def test_the_picture_needs_its_extra(tiny: Path, tmp_path: Path, quick_tuning: N
         assert (done.exit_code, "mlxmoe[plot]" in done.stderr) == (2, True)
     else:
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])  # a cache that is filled, one that is prefilled
+def test_what_would_show_nothing_in_time_is_stopped_and_says_so(name: str, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model", DEFINITIONS[name])
+    with load(folder) as engine:
+        bench, point = EngineBench(engine, [], lambda: None, give_up_at=0), tuner.Point(200, engine.plan)
+        seen = bench.decode(point, 1.0)
+        bench._filled = lambda tokens: engine.decoder.new_cache()  # type: ignore[method-assign]
+        stuck = bench.decode(point, 1.0)
+    what = "filling its KV cache" if name == "qwen3_moe" else "prefilling it"
+    assert (seen.tokens, seen.overrun) == (0, f"{what} took more than there is time for")
+    assert (stuck.tokens, stuck.overrun) == (0, "decoding with it full took more than there is time for")
+
+
+def test_a_context_that_takes_too_long_is_named_and_nothing_is_recommended(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxmoe.tuning.tuner.OVERRUN", 0.0)
+    report = tune(tiny, contexts=[400], memory="1GB", budget="5s", save=False)
+    assert report.recommended is None
+    assert report.rows
+    assert not any(row.usable for row in report.rows)
+    assert "context 400 with " in report.reasons[0]
+    assert "took more than there is time for. Give it a longer budget, or a shorter context" in report.reasons[0]

@@ -12,6 +12,7 @@ from rich.table import Table
 
 import mlxmoe
 from mlxmoe.cli import common
+from mlxmoe.cli.plan_together import together_markdown, together_table
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.tuning.report import ContextPlan, PlanReport, percent
 
@@ -44,12 +45,25 @@ def plan(
     read_rate: Annotated[
         str | None, typer.Option(help="What the SSD gives in a second, 5GB; see `doctor`.", show_default=False)
     ] = None,
+    together: Annotated[
+        str | None,
+        typer.Option(help="Replies at once, as `mlxmoe serve` computes them: 1,2,4,8.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="Routing of this model, from `mlxmoe profile --trace`, in place of guesses.", show_default=False
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of --together in Markdown.")] = False,
     as_json: common.AsJSON = False,
     revision: common.Revision = None,
     trust_remote_code: common.Trust = False,
     debug: common.Debug = False,
 ) -> None:
     """Say which contexts of a model fit a machine, and how fast it would be. Needs no weights; measures nothing."""
+    if markdown and together is None:
+        raise mlxmoe.PlanError("--markdown prints the table of --together. Say how many replies: --together 1,2,4,8")
     report = mlxmoe.plan(
         model,
         memory=memory,
@@ -61,11 +75,15 @@ def plan(
         kv_bits=kv_bits,
         bits=bits,
         read_rate=read_rate,
+        together=None if together is None else together.split(","),
+        trace=trace,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
+    elif markdown:
+        typer.echo(together_markdown([report]), nl=False)
     else:
         _show(report)
 
@@ -75,11 +93,12 @@ def _show(report: PlanReport) -> None:
     for line in _head(report):
         out.print(line, markup=False, soft_wrap=True)
     out.print()
-    out.print(_table(report))
+    out.print(together_table(report) if report.together else _table(report))
     out.print("all figures in the table are predicted\n", style="dim")
-    for number, reason in enumerate(report.reasons):
-        taken = number == 0 and report.recommended is not None
-        out.print(f"{'Take ' if taken else '- '}{reason}", markup=False, soft_wrap=True)
+    for number, reason in enumerate(report.people or report.reasons):
+        taken = number == 0 and report.recommended is not None and not report.people
+        first = "Take " if taken else "" if reason.startswith("Serves ") else "- "
+        out.print(f"{first}{reason}", markup=False, soft_wrap=True)
     for warning in report.warnings:
         out.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     out.print("\nNothing was measured. It is assumed that:", style="dim")

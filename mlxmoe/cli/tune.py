@@ -199,5 +199,5 @@ def _cells(row: TuneRow, moe: bool, chosen: bool) -> list[str]:
         f"{row.full_tokens_per_s:.2f}" if row.tokens else "",
         "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.2f}",
         "" if row.first_token_s is None else f"{row.first_token_s:.1f} s",
-        "" if row.pressure is None else "stopped: memory pressure",
+        "stopped: memory pressure" if row.pressure else "stopped: too long" if row.overrun else "",
     ]

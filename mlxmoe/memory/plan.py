@@ -228,7 +228,9 @@ def make_plan(
     prefill = functools.cache(prefill)  # asked for the same chunk and context on several ways
     split = _Split(context or model_context, kv, resident_prefill or prefill, pool_bytes, chunk_tokens)
     whole = total if experts == "auto" else least
-    if whole < total or not split.take_chunk(room - total - split.kv_bytes):
+    beside_all = room - total - split.kv_bytes
+    # What has no room for the pool alone is not asked what prefill takes: that is slow to find out.
+    if whole < total or beside_all < pool_bytes or not split.take_chunk(beside_all):
         split = _Split(context or model_context, kv, prefill, pool_bytes, chunk_tokens)
         if context is None:
             split.shrink_context((room - least) // 4)

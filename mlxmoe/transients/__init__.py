@@ -17,7 +17,7 @@ from mlxmoe.errors import brief
 from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.transients.evaluation import peak_of
-from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, state_bytes, trace_chunk
+from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, trace_chunk
 from mlxmoe.transients.waiting import WaitingStates
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class PrefillTransients:
             return peak.nbytes
         # Deep models are alike from layer to layer: of those left out, caches and small outputs add up.
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
-        states = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
+        states = self._waiting.held(chunk, seen)
         more = states / traced.state_bytes - 1 if traced.state_bytes else 0.0
         return peak.nbytes + round(peak.states_bytes * more) + kept + self._waiting.of(chunk, traced)
 

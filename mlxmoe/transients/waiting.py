@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import mlx.nn as nn
 
 from mlxmoe.transients.evaluation import peak_of
-from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, trace_chunk
+from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, state_bytes, trace_chunk
 
 
 class WaitingStates:
@@ -26,6 +26,13 @@ class WaitingStates:
         self._modules = modules
         self._make_caches = make_caches
         self._each: dict[int, float] = {}
+        self._held: dict[tuple[int, int], int] = {}
+
+    def held(self, chunk: int, seen: int) -> int:
+        """What the caches of all layers hold after a chunk that came after `seen` tokens."""
+        if (chunk, seen) not in self._held:
+            self._held[chunk, seen] = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
+        return self._held[chunk, seen]
 
     def of(self, chunk: int, traced: TracedChunk) -> int:
         """Bytes for the states of the layers that `traced`, a graph of `chunk` tokens, leaves out."""

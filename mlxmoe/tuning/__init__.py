@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mlxmoe.tuning.planning import plan
-from mlxmoe.tuning.report import ContextPlan, PlanReport
+from mlxmoe.tuning.report import ContextPlan, PlanReport, TogetherPlan
 from mlxmoe.tuning.tuned_report import PrefillRow, TuneReport, TuneRow
 from mlxmoe.tuning.tuner import tune
 
-__all__ = ["ContextPlan", "PlanReport", "PrefillRow", "TuneReport", "TuneRow", "plan", "tune"]
+__all__ = ["ContextPlan", "PlanReport", "PrefillRow", "TogetherPlan", "TuneReport", "TuneRow", "plan", "tune"]

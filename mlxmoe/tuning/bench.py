@@ -9,6 +9,7 @@ take longer than everything else. Caches that cannot be filled so are prefilled.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,15 @@ WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
 LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
 
 
+class _OverrunError(Exception):
+    """What is measured would take too long."""
+
+
 class EngineBench:
     """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread.
 
     `bytes_from_disk`: what this process has had read from disks so far; None where the system does not tell.
+    `give_up_at`: by the clock, when what shows nothing yet is stopped.
     """
 
     def __init__(
@@ -48,11 +54,13 @@ class EngineBench:
         events: Sequence[MemoryEvent],
         bytes_from_disk: Callable[[], int | None],
         clock: Callable[[], float] = time.perf_counter,
+        give_up_at: float = math.inf,
     ) -> None:
         self._engine = engine
         self._events = events
         self._bytes_from_disk = bytes_from_disk
         self._clock = clock
+        self._give_up_at = give_up_at
         ids = list(engine.tokenizer.encode(WORDS))
         self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
         self._seed: list[Any] | None = None  # the caches' states after the words
@@ -89,7 +97,7 @@ class EngineBench:
     def decode(self, point: Point, seconds: float) -> Decoded:
         """Decode with the context of `point` full, for about `seconds`, and its expert budget.
 
-        What brings memory pressure is stopped: what was seen of it says so.
+        What brings memory pressure, or would show nothing in time, is stopped: what was seen of it says so.
         """
         before = len(self._events)
         start = self._clock()
@@ -102,6 +110,9 @@ class EngineBench:
         except (MemoryBudgetError, MemoryPressureError) as error:
             mx.clear_cache()
             return Decoded(pressure=str(error))
+        except _OverrunError as error:
+            mx.clear_cache()
+            return Decoded(overrun=str(error))
 
     def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
         """`most`: tokens, with those that warm up."""
@@ -110,6 +121,7 @@ class EngineBench:
         warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
         for _ in range(max(1, most // 2)):
             next(stepping)
+            self._refuse_overrun("decoding with it full")
             if self._clock() >= warm_until:
                 break
         stats, disk, steps, found = self._engine.stats(), self._bytes_from_disk(), list[float](), None
@@ -117,6 +129,8 @@ class EngineBench:
             begun = self._clock()
             next(stepping)
             steps.append(self._clock() - begun)
+            if len(steps) < LEAST_TOKENS:
+                self._refuse_overrun("decoding with it full")
             found = pressed(self._events[before:])
             if self._clock() - start >= seconds and len(steps) >= LEAST_TOKENS:
                 break
@@ -142,10 +156,16 @@ class EngineBench:
         if all(type(leaf) in (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache) for leaf in leaves):
             for leaf, state in zip(leaves, self._seed, strict=True):
                 leaf.state = _stretched(leaf, state, len(self._words), tokens)
-            mx.eval([leaf.state for leaf in leaves])
+                mx.eval(leaf.state)
+                self._refuse_overrun("filling its KV cache")
         else:
-            decoder.prefill(self._text.take(tokens), cache)
+            for _ in decoder.prefill_steps(self._text.take(tokens), cache):
+                self._refuse_overrun("prefilling it")
         return cache
+
+    def _refuse_overrun(self, what: str) -> None:
+        if self._clock() >= self._give_up_at:
+            raise _OverrunError(f"{what} took more than there is time for")
 
 
 def tokens_after(context: int) -> int:

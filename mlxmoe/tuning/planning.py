@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from mlxmoe.batch.shared import can_share
 from mlxmoe.errors import (
     CheckpointError,
     MemoryBudgetError,
@@ -13,15 +15,19 @@ from mlxmoe.errors import (
     UnsupportedModelError,
 )
 from mlxmoe.experts.places import locate_experts
+from mlxmoe.experts.trace import Trace
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.plan import POOL_BYTES, Plan, expert_budget
 from mlxmoe.memory.sizes import format_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.registry import decodes_together
 from mlxmoe.tuning.outline import Outline, outlined
 from mlxmoe.tuning.report import TOO_SLOW_TOKENS_PER_S, ContextPlan, PlanReport, Verdict, explain, recommend
 from mlxmoe.tuning.roofline import HitCurve, Rates, curve_through, decode_s, default_hit_curve, prefill_s
 from mlxmoe.tuning.target import Target, find_target
+from mlxmoe.tuning.together import SERVING_CONTEXT, Sharing, parse_replies, people
+from mlxmoe.tuning.wanted import Wanted, hits_in, trace_of, wanted_evenly, wanted_in
 from mlxmoe.tuning.workload import Workload
 
 CONTEXTS = (4096, 8192, 32768, 131072)
@@ -44,6 +50,8 @@ def plan(
     hits: Hits | None = None,
     read_rate: int | str | None = None,
     rates: Rates | None = None,
+    together: Sequence[int | str] | None = None,
+    trace: Trace | str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PlanReport:
@@ -53,19 +61,24 @@ def plan(
       read by small requests.
     - `memory`: of the whole machine, bytes or "32GB"; `chip`: such as "m4-pro". By default this machine, and what it
       has free now.
-    - `contexts`: tokens, or "32k"; by default some up to the model's own.
+    - `contexts`: tokens, or "32k"; by default some up to the model's own, or with `together` 8192.
     - `experts`, `window`, `sinks`, `kv_bits`, `revision`, `trust_remote_code`: as for `load`.
     - `bits`: for a model whose weights are not quantised: as `mlx_lm.convert -q --q-bits` would write it.
     - `hits`: what share of lookups hits when a share of the experts is in slots, a function or points `(share, hits)`
       of the model's own routing; by default a guess.
     - `read_rate`: of the SSD, bytes a second or "5GB"; `rates`: all rates, for measured ones.
+    - `together`: numbers of replies at once, as `mlxmoe serve` computes them: of each context a row for each of them.
+    - `trace`: of this model's routing, or its file: which experts several replies want between them is counted in it,
+      and hits are those of an LRU that replays it, unless `hits` are given.
 
-    Raises ModelError, DownloadError, MemoryBudgetError (for sizes that are none), WindowError or PlanError.
+    Raises ModelError, DownloadError, MemoryBudgetError (for sizes that are none), WindowError, SavedStateError or
+    PlanError.
     """
     settings = KVSettings(window, sinks, kv_bits)
     lengths = None if contexts is None else sorted({parse_tokens(context) for context in contexts})
     if lengths == []:
         raise PlanError("No context was named. Leave contexts out, or name at least one.")
+    replies = [] if together is None else parse_replies(together)
     expert_budget(experts, (), auto_bytes=0)  # what makes no sense is said before anything is fetched
     target = find_target(memory, chip, read_rate, rates)
     with outlined(model, revision, bits) as outline:
@@ -73,41 +86,33 @@ def plan(
             opened = open_folder(outline.folder, kv_settings=settings, trust_remote_code=trust_remote_code)
         except ModelError as error:
             raise type(error)(str(error).replace(str(outline.folder), outline.name)) from error
-        return _report(outline, opened, target, lengths, experts, hits, bits)
+        recorded = None if trace is None else trace_of(opened.layers, trace)
+        return _report(outline, opened, target, _Asked(lengths, experts, hits, bits, replies, recorded))
 
 
-def _report(
-    outline: Outline,
-    opened: OpenedModel,
-    target: Target,
-    lengths: list[int] | None,
-    experts: int | float | str,
-    hits: Hits | None,
-    bits: int | None,
-) -> PlanReport:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for, once it makes sense. `replies`: at once, empty where that was not asked."""
+
+    lengths: list[int] | None
+    experts: int | float | str
+    hits: Hits | None
+    bits: int | None
+    replies: list[int]
+    trace: Trace | None
+
+
+def _report(outline: Outline, opened: OpenedModel, target: Target, asked: _Asked) -> PlanReport:
     bound = None if opened.kv_choice.endless else opened.model_context
-    lengths = _default_contexts(bound) if lengths is None else lengths
+    lengths = _default_contexts(bound, asked) if asked.lengths is None else asked.lengths
     work = Workload.of(opened)
-    curves = _curves(opened, hits)
+    curves = _curves(opened, asked)
     unreadable = None if outline.weights == "config" else _unreadable(opened, outline)
-    room = PrefillRoom(opened)
-    rows = []
-    for context in lengths:
-        if why := _surely_too_much(context, opened, target, experts):
-            rows.append(_does_not_fit(context, why))
-            continue
-        try:
-            division = divide_memory(
-                opened, room, experts=experts, memory_bytes=target.budget_bytes,
-                reserve_bytes=target.total_bytes - target.budget_bytes, context=context,
-            )  # fmt: skip
-        except MemoryBudgetError as error:
-            rows.append(_does_not_fit(context, str(error)))
-            continue
-        row = _row(context, division, work, curves, target.rates)
-        streams = division.bank_bytes < division.expert_bytes
-        rows.append(_does_not_fit(context, unreadable) if unreadable and streams else row)
+    rows = list(_rows(opened, work, curves, target, lengths, asked.experts, unreadable))
     chosen = recommend(rows)
+    in_one_pass = decodes_together(opened.config["model_type"]) and can_share(opened.kv_choice.caches(opened.model))
+    sharing = Sharing(work, curves, _wanted(opened, asked), target.rates, in_one_pass, unreadable)
+    together = [sharing.row(row, replies) for row in rows for replies in asked.replies]
     kv = opened.kv
     return PlanReport(
         model=outline.name,
@@ -124,21 +129,63 @@ def _report(
         contexts=tuple(rows),
         recommended=chosen,
         reasons=tuple(explain(rows, chosen)),
-        assumptions=tuple(_assumptions(outline, opened, target, hits, bits)),
+        assumptions=(
+            *_assumptions(outline, opened, target, asked),
+            *(sharing.assumptions(asked.trace is not None) if together else ()),
+        ),
         warnings=tuple(_warnings(lengths, bound, opened)),
+        together=tuple(together),
+        people=tuple(people(sharing, rows, asked.replies)),
     )
 
 
-def _default_contexts(bound: int | None) -> list[int]:
-    """Those within what the model was made for, and that itself."""
-    return list(CONTEXTS) if bound is None else sorted({min(context, bound) for context in CONTEXTS})
+def _rows(
+    opened: OpenedModel,
+    work: Workload,
+    curves: Mapping[str, HitCurve],
+    target: Target,
+    lengths: Sequence[int],
+    experts: int | float | str,
+    unreadable: str | None,
+) -> Iterator[ContextPlan]:
+    room = PrefillRoom(opened)
+    for context in lengths:
+        if why := _surely_too_much(context, opened, target, experts):
+            yield _does_not_fit(context, why)
+            continue
+        try:
+            division = divide_memory(
+                opened, room, experts=experts, memory_bytes=target.budget_bytes,
+                reserve_bytes=target.total_bytes - target.budget_bytes, context=context,
+            )  # fmt: skip
+        except MemoryBudgetError as error:
+            yield _does_not_fit(context, str(error))
+            continue
+        row = _row(context, division, work, curves, target.rates)
+        streams = division.bank_bytes < division.expert_bytes
+        yield _does_not_fit(context, unreadable) if unreadable and streams else row
 
 
-def _curves(opened: OpenedModel, hits: Hits | None) -> dict[str, HitCurve]:
-    if hits is None:
-        return {layer.path: default_hit_curve(layer.num_experts, layer.top_k) for layer in opened.layers}
-    curve = hits if callable(hits) else curve_through(hits)
-    return {layer.path: curve for layer in opened.layers}
+def _default_contexts(bound: int | None, asked: _Asked) -> list[int]:
+    """Those within what the model was made for, and that itself; for replies at once one of a conversation's size."""
+    contexts = (SERVING_CONTEXT,) if asked.replies else CONTEXTS
+    return list(contexts) if bound is None else sorted({min(context, bound) for context in contexts})
+
+
+def _curves(opened: OpenedModel, asked: _Asked) -> dict[str, HitCurve]:
+    hits, layers = asked.hits, opened.layers
+    if hits is not None:
+        curve = hits if callable(hits) else curve_through(hits)
+        return {layer.path: curve for layer in layers}
+    if asked.trace is not None:
+        return {layer.path: curve for layer, curve in zip(layers, hits_in(asked.trace), strict=True)}
+    return {layer.path: default_hit_curve(layer.num_experts, layer.top_k) for layer in layers}
+
+
+def _wanted(opened: OpenedModel, asked: _Asked) -> dict[str, Wanted]:
+    if asked.trace is None:
+        return {layer.path: wanted_evenly(layer.num_experts, layer.top_k) for layer in opened.layers}
+    return {layer.path: wanted for layer, wanted in zip(opened.layers, wanted_in(asked.trace), strict=True)}
 
 
 def _unreadable(opened: OpenedModel, outline: Outline) -> str | None:
@@ -193,14 +240,12 @@ def _row(
     )
 
 
-def _assumptions(
-    outline: Outline, opened: OpenedModel, target: Target, hits: Hits | None, bits: int | None
-) -> Iterator[str]:
+def _assumptions(outline: Outline, opened: OpenedModel, target: Target, asked: _Asked) -> Iterator[str]:
     yield {
         "files": "sizes of the weights are those of the files",
         "headers": "sizes of the weights are those of the hub's files, by their headers",
         "config": "sizes of the weights are predicted from the config alone, "
-        + (f"in {bits} bits as mlx_lm.convert -q writes them" if bits else _described(opened)),
+        + (f"in {asked.bits} bits as mlx_lm.convert -q writes them" if asked.bits else _described(opened)),
     }[outline.weights]
     yield from target.assumptions
     yield (
@@ -208,7 +253,9 @@ def _assumptions(
         if target.rates is not None
         else "prefill is as MLX computes on the CPU"
     )
-    if opened.layers and hits is None:
+    if opened.layers and asked.hits is None and asked.trace is not None:
+        yield f"hits are those of an LRU that replays the trace of {asked.trace.tokens} tokens"
+    elif opened.layers and asked.hits is None:
         yield "hits are a guess by top-k, from a few replayed texts; your texts may differ by several points"
     elif opened.layers:
         yield "hits are by the curve that was given"

@@ -1,4 +1,7 @@
-"""What a plan says: a row for each context, one of them recommended, the reasons, and what all of it rests on."""
+"""What a plan says: a row for each context, one of them recommended, the reasons, and what all of it rests on.
+
+And a row for each number of replies at once, where that was asked for.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,44 @@ class ContextPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TogetherPlan:
+    """What `replies` at once cost, each of them `context` tokens long with its prompt. All figures are predicted.
+
+    `plan`: the memory, with the KV of all of them, None where they do not fit. `expert_share`: of the routed
+    experts' bytes, what stays in slots; `hit_rate`: of the distinct experts that a pass wants, what is in a slot;
+    both None for a dense model. `tokens_per_s`: of all together at the beginning of their texts; `full_tokens_per_s`
+    with every context full; None where the machine's speed is not known. `verdict`: "too slow" where each gets too
+    little with its context full. `why`: what stands in the way where they do not fit.
+    """
+
+    replies: int
+    context: int
+    verdict: Verdict
+    plan: Plan | None
+    expert_share: float | None = None
+    hit_rate: float | None = None
+    tokens_per_s: float | None = None
+    full_tokens_per_s: float | None = None
+    why: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def each_tokens_per_s(self) -> float | None:
+        """Of one of the replies, with every context full."""
+        return None if self.full_tokens_per_s is None else self.full_tokens_per_s / self.replies
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "plan": None if self.plan is None else self.plan.as_dict(),
+            "each_tokens_per_s": self.each_tokens_per_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """What `mlxmoe.plan` found out. Sizes in bytes.
 
@@ -54,7 +95,8 @@ class PlanReport:
     with `floor_bytes`, one token's experts; the rest of `expert_bytes` may stay on disk. `kv_bytes_per_token`: of the
     caches that grow without bound, averaged over a long text. `model_context`: what the model was made for.
     `recommended`: one of `contexts`, None where none fits. `reasons`: for it, and against the longer ones.
-    `assumptions`, `warnings`: sentences.
+    `assumptions`, `warnings`: sentences. `together`: of each context a row for each number of replies at once that
+    was asked for, and `people`: sentences that say how many it serves.
     """
 
     model: str
@@ -73,6 +115,8 @@ class PlanReport:
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
+    together: tuple[TogetherPlan, ...] = ()
+    people: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -86,6 +130,7 @@ class PlanReport:
             "weight_bytes": self.weight_bytes,
             "target": self.target.as_dict(),
             "contexts": [row.as_dict() for row in self.contexts],
+            "together": [row.as_dict() for row in self.together],
             "recommended": None if self.recommended is None else self.recommended.context,
             "basis": {
                 "weights": "predicted" if self.weights == "config" else "exact",
@@ -94,6 +139,7 @@ class PlanReport:
                     "given": "given by the caller",
                 }[self.target.rates_basis],
                 "contexts": "predicted",
+                "together": "predicted",
                 "measured": [],
             },
         }
@@ -157,3 +203,10 @@ def _cost(row: ContextPlan, chosen: ContextPlan) -> str:
 def percent(share: float, *, up: bool = False) -> str:
     """Rounded down, so that only a whole is 100 %; or up."""
     return f"{-int(-share * 100 // 1) if up else int(share * 100 + 1e-9)} %"
+
+
+def rate_down(tokens_per_s: float) -> str:
+    """Rounded down: what is slow does not look fast enough."""
+    if tokens_per_s >= 10:
+        return f"{int(tokens_per_s)}"
+    return f"{int(tokens_per_s * 10) / 10:.1f}" if tokens_per_s >= 1 else f"{int(tokens_per_s * 100) / 100:.2f}"

@@ -8,6 +8,9 @@ first, and each layer that may have to wait for the disk asks the GPU which expe
               + missing_bytes / read rate + misses * miss_s + syncs * sync_s
     prefill_s = flops / (flops_per_s * prefill_efficiency) + read_bytes / read rate + chunks * syncs * sync_s
 
+A step for several texts reads the weights once, but computes for each: above the ridge its operations take longer
+than its bytes from memory, and count in their stead, at a prompt's rate.
+
 Every constant can be replaced by what was measured: `dataclasses.replace(rates, sync_s=...)`.
 """
 
@@ -66,7 +69,7 @@ class Step:
     """What one decoded token asks for. `resident_bytes`: read from memory, weights and KV cache (`kv_bytes`).
 
     `missing_bytes`: read from the disk first, of `misses` experts. `layers`: of the model. `syncs`: layers that may
-    have to wait.
+    have to wait. `flops`: operations, where they might take longer than what is read from memory.
     """
 
     resident_bytes: float
@@ -75,6 +78,7 @@ class Step:
     misses: float = 0.0
     syncs: int = 0
     kv_bytes: float = 0.0
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,12 @@ class Prompt:
 
 
 def decode_s(step: Step, rates: Rates) -> float:
-    """Seconds for one decoded token."""
+    """Seconds for one step: a decoded token, or one of each of several texts."""
     weights_per_s = rates.bandwidth_bytes_per_s * rates.efficiency
     memory_s = (step.resident_bytes - step.kv_bytes) / weights_per_s
     memory_s += step.kv_bytes / (rates.kv_bytes_per_s or weights_per_s)
+    if rates.flops_per_s is not None:
+        memory_s = max(memory_s, step.flops / (rates.flops_per_s * rates.prefill_efficiency))
     disk_s = step.missing_bytes / rates.read_bytes_per_s + step.misses * rates.miss_s
     return memory_s + step.layers * rates.layer_s + disk_s + step.syncs * rates.sync_s
 

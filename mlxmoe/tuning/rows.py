@@ -43,6 +43,7 @@ def _row(work: Workload, measured: Measured, rates: Rates | None) -> TuneRow:
         predicted_tokens_per_s=1 / decode_s(_step(work, measured), rates) if predicts and rates else None,
         first_token_s=None if rates is None else prefill_s(work.prompt(plan, context - 1), rates),
         pressure=seen.pressure,
+        overrun=seen.overrun,
     )
 
 

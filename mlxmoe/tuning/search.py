@@ -24,7 +24,8 @@ class Decoded:
     """What decoding showed. `steps_s`: seconds of each token. `hits`, `misses`: experts asked for.
 
     `read_bytes`: of experts, for misses and for guesses of the next layer's, from wherever they lay; `disk_bytes`: of
-    these what came from the disk, None where the system does not tell. `pressure`: why it was stopped, if it was.
+    these what came from the disk, None where the system does not tell. `pressure`: why it was stopped, if memory was
+    short. `overrun`: what took too long, if that stopped it before anything was seen.
     """
 
     steps_s: tuple[float, ...] = ()
@@ -33,6 +34,7 @@ class Decoded:
     read_bytes: int = 0
     disk_bytes: int | None = None
     pressure: str | None = None
+    overrun: str | None = None
 
     def __add__(self, other: Decoded) -> Decoded:
         return Decoded(
@@ -42,6 +44,7 @@ class Decoded:
             self.read_bytes + other.read_bytes,
             None if self.disk_bytes is None or other.disk_bytes is None else self.disk_bytes + other.disk_bytes,
             self.pressure or other.pressure,
+            self.overrun or other.overrun,
         )
 
     @property
@@ -127,7 +130,7 @@ class Search:
         """Measure; False where the time was up before all was seen. Raises KeyboardInterrupt."""
         for point in self._points():
             left = self._deadline - self._clock()
-            # The first is measured whatever it takes; a later one that would overrun is not begun.
+            # The first is begun whatever it takes; a later one that would overrun is not.
             if self.rows and left <= self._longest_s * LEAST_SHARE:
                 return False
             self._tell(point)

@@ -27,6 +27,7 @@ class TuneRow:
     `tokens`: that were measured. `hit_rate`: measured, None without experts that stream. `predicted_tokens_per_s`: by
     the model of speed with the report's `rates`. `first_token_s`: predicted, of a prompt that fills the context; None
     where no prefill was measured. `pressure`: what the memory guard said, if that stopped it: then it is no choice.
+    `overrun`: what took longer than there was time for, if that stopped it.
     """
 
     context: int
@@ -38,6 +39,7 @@ class TuneRow:
     predicted_tokens_per_s: float | None
     first_token_s: float | None
     pressure: str | None
+    overrun: str | None = None
 
     @property
     def usable(self) -> bool:
@@ -174,6 +176,8 @@ def explain(rows: Sequence[TuneRow], chosen: TuneRow | None, least: float | None
     for row in rows:
         if row.pressure is not None:
             yield f"{_name(row)} was stopped: {row.pressure}"
+        elif row.overrun is not None:
+            yield f"{_name(row)} was not measured: {row.overrun}. Give it a longer budget, or a shorter context"
     if chosen is None:
         if usable:
             top = max(usable, key=lambda row: row.full_tokens_per_s)

@@ -34,6 +34,7 @@ from mlxmoe.tuning.workload import Workload
 LEAST_BUDGET_S = 5.0
 PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
 READ_SHARE = 0.05  # of the whole time, for the read rate
+OVERRUN = 2.0  # of the whole time: what is under way by then and shows nothing yet is stopped
 CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
 
 # (seconds gone, seconds in all, what is measured now)
@@ -63,7 +64,8 @@ def tune(
     - `goal`: "speed" (the fastest), "context" (the longest that is not too slow) or "balanced" (the longest that
       keeps three quarters of the fastest's speed). `min_tps`: the longest context that keeps so many tokens/s;
       together with a goal, what that may choose from.
-    - `budget`: for measuring, seconds or "5m"; loading is not in it. What is under way when it ends is finished.
+    - `budget`: for measuring, seconds or "5m"; loading is not in it. What is under way when it ends is finished,
+      unless that takes as long again: then it is skipped, and named.
     - `contexts`: tokens, or "32k"; by default some up to the model's own.
     - `save`: in a file of the user's cache folder, which `load` of this model on this machine looks for.
     - `progress(done_s, total_s, what)`: called before each measurement. `load_progress`: as `progress` of `load`.
@@ -144,7 +146,7 @@ class Run:
         self._start = clock()
         self._budget_s = budget_s
         self._progress = progress
-        self._bench = EngineBench(engine, events, Machine().bytes_from_disk, clock)
+        self._bench = EngineBench(engine, events, Machine().bytes_from_disk, clock, self._start + OVERRUN * budget_s)
         self._most = engine.plan.chunk_tokens
         self._context = engine.plan.context or self._most + 1
         layers = opened.layers

@@ -16,6 +16,7 @@ from mlxmoe.kv.window import SlidingWindowKVCache
 from mlxmoe.memory.plan import Plan
 from mlxmoe.opening import OpenedModel
 from mlxmoe.tuning.roofline import HitCurve, Prompt, Step
+from mlxmoe.tuning.wanted import Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,48 @@ class Workload:
 
     def hit_rate(self, plan: Plan, hits: Mapping[str, HitCurve]) -> float | None:
         """Of all lookups, by bytes; None for a model without experts. `hits`: of each layer's path."""
+        return self.hit_rate_of(plan, hits, self._alone())
+
+    def hit_rate_of(self, plan: Plan, hits: Mapping[str, HitCurve], distinct: Mapping[str, float]) -> float | None:
+        """The same of a step that wants `distinct` experts in each layer."""
         if not self.opened.layers:
             return None
-        return 1 - sum(size for _, size in self._missing(plan, hits)) / self.floor_bytes
+        missing = sum(size for _, size in self._missing(plan, hits, distinct))
+        return 1 - missing / self._bytes_of(distinct)
 
     def step(self, plan: Plan, hits: Mapping[str, HitCurve], tokens: int) -> Step:
         """One decoded token after `tokens` others."""
-        missing = list(self._missing(plan, hits))
+        return self.step_of(plan, hits, tokens, self._alone())
+
+    def step_of(
+        self,
+        plan: Plan,
+        hits: Mapping[str, HitCurve],
+        tokens: int,
+        distinct: Mapping[str, float],
+        texts: int = 1,
+    ) -> Step:
+        """One pass that decodes a token of each of `texts`, after `tokens` others.
+
+        They want `distinct` experts in each layer between them; `hits`: of those. Trunk and experts are read once for
+        all, each KV cache for its own text. What one text computes takes no time beside what is read for it.
+        """
+        missing = list(self._missing(plan, hits, distinct))
+        kv_bytes = texts * self.opened.kv.of(tokens)
+        flops = 2.0 * self.computing_params + self.pair_flops * min(tokens, self.window or tokens)
         return Step(
-            resident_bytes=self.step_trunk_bytes + self.floor_bytes + self.opened.kv.of(tokens),
+            resident_bytes=self.step_trunk_bytes + self._bytes_of(distinct) + kv_bytes,
             layers=len(self.opened.model.layers),
             missing_bytes=sum(size for _, size in missing),
             misses=sum(count for count, _ in missing),
             syncs=_streaming(self.opened, plan),
-            kv_bytes=self.opened.kv.of(tokens),
+            kv_bytes=kv_bytes,
+            flops=texts * flops if texts > 1 else 0.0,
         )
+
+    def distinct(self, wanted: Mapping[str, Wanted], texts: int) -> dict[str, float]:
+        """How many experts of each layer `texts` want between them. `wanted`: of each layer's path."""
+        return {layer.path: wanted[layer.path](texts) for layer in self.opened.layers}
 
     def prompt(self, plan: Plan, tokens: int) -> Prompt:
         """A prompt of `tokens`. Each chunk reads what it wants and is in no slot; it wants nearly all of them."""
@@ -92,11 +120,23 @@ class Workload:
             syncs=_streaming(self.opened, plan),
         )
 
-    def _missing(self, plan: Plan, hits: Mapping[str, HitCurve]) -> Iterator[tuple[float, float]]:
-        """How many of its experts a token misses in each layer that streams, and their bytes."""
+    def _alone(self) -> dict[str, float]:
+        return {layer.path: float(layer.top_k) for layer in self.opened.layers}
+
+    def _bytes_of(self, distinct: Mapping[str, float]) -> float:
+        return sum(distinct[layer.path] * layer.expert_bytes for layer in self.opened.layers)
+
+    def _missing(
+        self, plan: Plan, hits: Mapping[str, HitCurve], distinct: Mapping[str, float]
+    ) -> Iterator[tuple[float, float]]:
+        """How many of its experts a step misses in each layer that streams, and their bytes.
+
+        No fewer than it wants beyond the slots: those cannot have been there.
+        """
         for layer in self.opened.layers:
-            if plan.slots[layer.path] < layer.num_experts:
-                misses = (1 - hits[layer.path](plan.slots[layer.path] / layer.num_experts)) * layer.top_k
+            slots, wants = plan.slots[layer.path], distinct[layer.path]
+            if slots < layer.num_experts:
+                misses = max(wants - slots, wants * (1 - hits[layer.path](slots / layer.num_experts)))
                 yield misses, misses * layer.expert_bytes
 
 
