@@ -92,7 +92,7 @@ class EngineDesk:
             if not accepts:
                 self._tally.refused += 1
                 raise MemoryPressureError(reason)
-            waiting = len(self._queue)
+            waiting = sum(not item.cancelled for item in self._queue)
             if waiting >= self.limits.most_waiting and (waiting or self._under_way >= self.limits.most_together):
                 self._tally.refused += 1
                 raise QueueFullError(
@@ -179,6 +179,7 @@ class EngineDesk:
         self._work = work
         if self._facts is None:
             self._facts = work.facts(self._name, created=int(time.time()))
+        self._tally.note_activity()  # idleness begins now, however long that took
         with self._changed:
             self._state = "ready" if self._closing is None else self._state
             self._changed.notify_all()
