@@ -89,6 +89,7 @@ class Listener(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 log_config=None,
+                lifespan="off",  # the app has nothing to set up, and a second Ctrl-C would show a traceback of it
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # a header that anyone can send must not say who a client is

@@ -56,6 +56,11 @@ class EngineDesk:
         assert self._facts is not None, "start() has not returned"
         return self._facts
 
+    @property
+    def ending(self) -> bool:
+        """Whether it is being closed, or is closed."""
+        return self._closing is not None
+
     def start(self) -> None:
         """Load the model. Raises what that raises, and then nothing is left behind."""
         self._thread.start()
