@@ -123,6 +123,21 @@ def test_what_is_not_known_to_batch_goes_in_turns(tmp_path: Path) -> None:
             engine.batch(together=True)
 
 
+def test_a_rotation_by_the_length_of_the_text_goes_in_turns(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    config = {**DEFINITIONS["olmoe"], "max_position_embeddings": 64, "rope_scaling": scaling}
+    folder = make_tiny(tmp_path / "dynamic", config)
+    prompts = [list(range(3, 20)), list(range(30, 90))]
+    for options in ({"context": 128}, {"window": 24}):
+        with load(folder, experts=0.5, **options) as engine:  # type: ignore[arg-type]
+            batch = engine.batch()
+            for tokens in prompts:
+                batch.add(tokens, ask())
+            for found, tokens in zip(run(batch).values(), prompts, strict=True):
+                alone = engine.stream(tokens, max_tokens=12)
+                assert [(c.token, c.logprob) for c in found] == [(c.token, c.logprob) for c in alone]
+
+
 def test_the_experts_of_a_batch_are_read_once_for_all(quarter: Engine) -> None:
     decoder, tokens = quarter.decoder, quarter.encode(TEXTS[0])
 
