@@ -315,7 +315,7 @@ class Engine:
         UnsupportedModelError for a model type that the tests did not find right in a batch; by default together where
         that is right. Prompts go in as tokens, made by `encode`; see examples/together.py.
         """
-        shares = decodes_together(self.config["model_type"]) and can_share(self._decoder.new_cache())
+        shares = decodes_together(self.config["model_type"]) and can_share(self.model, self._decoder.new_cache())
         if together and not shares:
             raise UnsupportedModelError(
                 f"Replies of model type {self.config['model_type']} are not known to be right in one batch. "

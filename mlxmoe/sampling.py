@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, cast
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from mlxmoe.errors import SamplingError
+from mlxmoe.errors import MlxMoeError, SamplingError
 
 REPETITION_TOKENS = 20  # how far back the repetition penalty looks: mlx-lm's default
 GREEDY_BELOW = 1e-6  # a temperature so small overflows float32 when divided by
@@ -55,7 +55,12 @@ class Drawn(NamedTuple):
 
 
 class Constraint(Protocol):
-    """What a reply may say next: a grammar's state, moved by each token of the reply."""
+    """What a reply may say next: a grammar's state, moved by each token of the reply. Raises nothing: texts that are
+    drawn for in the same pass are none of its business."""
+
+    @property
+    def failed(self) -> MlxMoeError | None:
+        """Why the reply cannot go on: what was drawn since is of no use. None while it can."""
 
     def allowed(self) -> mx.array | None:
         """`[V]`, true for each token that may come next; None while anything may."""
@@ -158,6 +163,11 @@ class Sampler:
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = self._draw(logprobs)
         return Drawn(token[0], mx.take(logprobs[0], token[0]), self._top(logprobs[0]))
+
+    @property
+    def failed(self) -> MlxMoeError | None:
+        """Why what was drawn last is of no use; None where it is."""
+        return None if self._constraint is None else self._constraint.failed
 
     def score(self, logits: mx.array, tokens: Sequence[int]) -> list[Drawn]:
         """What each of `tokens` would have been drawn with: from `logits [T, V]`, not evaluated. Draws nothing."""

@@ -123,6 +123,21 @@ def test_what_is_not_known_to_batch_goes_in_turns(tmp_path: Path) -> None:
             engine.batch(together=True)
 
 
+def test_a_rotation_by_the_length_of_the_text_goes_in_turns(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    config = {**DEFINITIONS["olmoe"], "max_position_embeddings": 64, "rope_scaling": scaling}
+    folder = make_tiny(tmp_path / "dynamic", config)
+    prompts = [list(range(3, 20)), list(range(30, 90))]
+    for options in ({"context": 128}, {"window": 24}):
+        with load(folder, experts=0.5, **options) as engine:  # type: ignore[arg-type]
+            batch = engine.batch()
+            for tokens in prompts:
+                batch.add(tokens, ask())
+            for found, tokens in zip(run(batch).values(), prompts, strict=True):
+                alone = engine.stream(tokens, max_tokens=12)
+                assert [(c.token, c.logprob) for c in found] == [(c.token, c.logprob) for c in alone]
+
+
 def test_the_experts_of_a_batch_are_read_once_for_all(quarter: Engine) -> None:
     decoder, tokens = quarter.decoder, quarter.encode(TEXTS[0])
 
@@ -243,6 +258,60 @@ def test_a_disk_that_fails_ends_the_replies_of_that_pass_and_no_more(
             heard += [(text, what) for text, what in batch.step() if isinstance(what, Exception)]
     assert {text for text, _ in heard} == set(texts)
     assert all(isinstance(error, CheckpointReadError) for _, error in heard)
+    text = batch.add(quarter.encode(TEXTS[0]), ask(top_logprobs=2))
+    agree(run(batch)[text], list(quarter.stream(TEXTS[0], max_tokens=12, top_logprobs=2)))
+
+
+def test_a_prompt_that_cannot_be_read_ends_its_own_reply(quarter: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, said = quarter.batch(), {}
+    first = batch.add(quarter.encode(TEXTS[0]), ask(top_logprobs=2))
+    while not batch.speaking:
+        said.setdefault(first, []).extend(chunk for _, chunk in batch.step())
+    second = batch.add(quarter.encode(TEXTS[1]), ask())
+
+    def fails(*_: object) -> Iterator[int]:
+        raise RuntimeError("[metal::malloc] Attempting to allocate more than the maximum buffer size.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(quarter.decoder, "prefill_steps", fails)
+        (text, error), (other, chunk) = batch.step()
+    assert (text, other, str(error)[:15]) == (second, first, "[metal::malloc]")
+    agree([*said[first], chunk, *run(batch)[first]], list(quarter.stream(TEXTS[0], max_tokens=12, top_logprobs=2)))
+    assert quarter.memory().kv_bytes == 0
+
+
+def test_a_token_that_the_detokeniser_does_not_know_ends_its_own_reply(quarter: Engine) -> None:
+    batch = quarter.batch()
+    first, second = (batch.add(quarter.encode(prompt), ask(top_logprobs=2)) for prompt in TEXTS[:2])
+
+    def fails(*_: object, **__: object) -> Chunk:
+        raise IndexError("list index out of range")
+
+    second.reply.say = fails  # type: ignore[method-assign]
+    heard = [one for _ in range(100) if batch.texts for one in batch.step()]
+    assert [type(what) for text, what in heard if text is second] == [IndexError]
+    chunks: Any = [what for text, what in heard if text is first]
+    agree(chunks, list(quarter.stream(TEXTS[0], max_tokens=12, top_logprobs=2)))
+
+
+def test_a_pass_that_failed_when_it_was_computed_leaves_nothing_that_fails_again(
+    quarter: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = quarter.batch()
+    for prompt in TEXTS[:3]:
+        batch.add(quarter.encode(prompt), ask(max_tokens=60))
+    while batch.speaking < 3:
+        batch.step()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(mx, "eval", fails)
+        with pytest.raises(RuntimeError):
+            batch.step()
+        batch.close()
+    assert (batch.texts, quarter.memory().kv_bytes) == ((), 0)
     text = batch.add(quarter.encode(TEXTS[0]), ask(top_logprobs=2))
     agree(run(batch)[text], list(quarter.stream(TEXTS[0], max_tokens=12, top_logprobs=2)))
 

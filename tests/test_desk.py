@@ -24,6 +24,7 @@ from mlxmoe import (
     SamplingError,
     load,
 )
+from mlxmoe.batch.shared import SharedCache
 from mlxmoe.serving.desk import EngineDesk
 from mlxmoe.serving.jobs import Ask, Event, Failed, Spoken, Started
 from mlxmoe.serving.limits import DeskLimits
@@ -250,6 +251,46 @@ def test_a_reply_held_to_a_schema_is_json_of_it(open_desk: Callable[..., EngineD
         assert ear.spoken[-1].chunk.finish_reason == "stop"
 
 
+def test_a_schema_that_nothing_can_fulfil_fails_alone(open_desk: Callable[..., EngineDesk], demo: Engine) -> None:
+    """Its grammar fails when the first token is to be drawn: no empty reply may pass for a whole one."""
+    desk, other, endless = open_desk(), Ear(), Ear()
+    desk.submit(ask(max_tokens=30), other)
+    assert other.spoke.wait(60)
+    desk.submit(Ask("And it came to pass", {}, json_schema={"$ref": "#"}), endless)
+    assert isinstance(endless.error, RequestError)
+    assert not endless.spoken
+    assert other.text == demo.generate("In the beginning", raw=True, max_tokens=30)
+
+
+def test_a_schema_that_is_too_much_for_a_grammar_is_said_in_the_middle(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(), Ear()
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+    desk.submit(Ask("And it came to pass", {}, json_schema=wide), ear)
+    assert "held to this schema" in str(ear.error)
+
+
+def test_a_token_without_a_text_fails_alone(
+    open_desk: Callable[..., EngineDesk], demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokenizers raise for an id of the model that is none of theirs; a bias can bring any about."""
+    desk, odd, other = open_desk(), Ear(), Ear()
+    assert desk._work is not None
+    told = desk._work._text_of
+
+    def text_of(token: int) -> str:
+        if token == 5:
+            raise IndexError("piece id is out of range.")
+        return told(token)
+
+    monkeypatch.setattr(desk._work, "_text_of", text_of)
+    desk.submit(ask("And it", logit_bias={5: 100}), odd)
+    desk.submit(ask(), other)
+    assert isinstance(odd.error, IndexError)
+    assert other.text == demo.generate("In the beginning", raw=True, max_tokens=8)
+    wait_until(lambda: desk.status().active == 0)
+    assert desk.status().state == "ready"
+
+
 def test_a_step_that_fails_ends_its_replies_and_the_desk_goes_on(
     open_desk: Callable[..., EngineDesk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +309,26 @@ def test_a_step_that_fails_ends_its_replies_and_the_desk_goes_on(
     desk.submit(ask(), after)
     assert after.text
     assert desk.status().state == "ready"
+
+
+def test_where_rows_cannot_be_put_together_anew_the_desk_goes_on(
+    open_desk: Callable[..., EngineDesk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, ears, after = open_desk(), [Ear() for _ in range(3)], Ear()
+    jobs = [desk.submit(ask(max_tokens=200), ear) for ear in ears]
+    for ear in ears:
+        assert ear.spoke.wait(60)
+
+    def fails(*_: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+
+    monkeypatch.setattr(SharedCache, "leave", fails)
+    jobs[0].cancel()
+    assert all("allocate" in str(ear.error) for ear in ears[1:])
+    desk.submit(ask(), after)
+    assert after.text
+    assert desk.status().memory.kv_bytes == 0  # type: ignore[union-attr]
 
 
 def test_a_listener_that_fails_harms_nobody_else(open_desk: Callable[..., EngineDesk]) -> None:
@@ -326,6 +387,30 @@ def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
     assert ear.text == demo.generate("In the beginning", raw=True, max_tokens=8)
     assert len(engines) == 2
     assert desk.model == facts
+
+
+def test_idleness_begins_when_a_model_is_loaded(open_desk: Callable[..., EngineDesk]) -> None:
+    def loads() -> Engine:
+        engine = load(experts="25%", warm=False)
+        time.sleep(0.6)
+        return engine
+
+    desk, ear = open_desk(loads, keep_alive_s=0.5), Ear()
+    assert desk.status().state == "ready"
+    desk.submit(ask(), ear)
+    assert ear.spoke.wait(0.5), "it had to be loaded again"
+
+
+def test_what_was_cancelled_takes_no_place_in_the_queue(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, first, last = open_desk(most_waiting=1, most_together=1), Ear(), Ear()
+    with desk._work.engine.decoder.turn():  # type: ignore[union-attr]  # a long step of the desk's thread
+        desk.submit(ask(), first)
+        wait_until(lambda: desk.status().active == 1)
+        desk.submit(ask(), Ear()).cancel()
+        desk.submit(ask(), last)
+        with pytest.raises(QueueFullError):
+            desk.submit(ask(), Ear())
+    assert first.text == last.text
 
 
 def test_a_model_that_cannot_be_loaded_again_is_told_to_who_asks(open_desk: Callable[..., EngineDesk]) -> None:

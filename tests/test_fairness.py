@@ -102,6 +102,18 @@ def test_what_was_measured_is_forgotten_and_tried_again() -> None:
     assert pace.allowed == 3
 
 
+def test_a_slow_machine_has_the_time_to_learn_its_size() -> None:
+    """Five seconds a step, as where experts come from the disk: fewer steps than are judged by fit FORGET_S."""
+    clock = Clock()
+    pace = Pace(16, clock)
+    for _ in range(4 * STEPS):
+        clock.now += 5.0
+        pace.note(pace.allowed, 5.0)
+    assert pace.allowed == 5
+    clock.now += 100.0  # prompts are read meanwhile
+    assert pace.allowed == 5
+
+
 def test_no_more_than_the_most_are_allowed() -> None:
     pace, _ = measured(dict.fromkeys(range(1, 9), 0.1), most=4)
     assert (pace.allowed, pace.best) == (4, None)

@@ -19,6 +19,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from mlxmoe import EngineClosedError
+from mlxmoe.cli import common
 from mlxmoe.cli.main import app
 
 Start = Callable[..., "Server"]
@@ -101,6 +103,36 @@ def test_sigterm_ends_it_cleanly_and_a_reply_that_outlasts_the_drain_is_cut(star
     assert time.monotonic() - began < 30
     assert "finish" in str(said[-1]) or "error" in said[-1]
     assert "Traceback" not in server.errors
+
+
+SLOW_TO_LOAD = """
+import time
+from mlxmoe.cli import common, main
+def load_engine(*_, **__):
+    print("loading", flush=True)
+    time.sleep(60)
+common.load_engine = load_engine
+main.main()
+"""
+
+
+def test_ctrl_c_twice_ends_it_at_once_also_while_a_model_is_loaded() -> None:
+    command = [sys.executable, "-c", SLOW_TO_LOAD, "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < 30:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert process.poll() == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == "The server has ended at once.\n"
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_given_up() -> None:
+    with pytest.raises(EngineClosedError):
+        common.load_engine(None, True, is_wanted=lambda: False)
 
 
 def test_keys_are_asked_for_and_never_shown(start: Start, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from fake_desk import FakeDesk, Script, wait_for
 from serving_clients import Local, running
@@ -63,6 +64,34 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
             assert b" 408 " in connection.recv(1000)
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_connection_that_asks_nothing_is_closed(sent: bytes) -> None:
+    with running(FakeDesk(), idle_s=0.2) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1000) == b""
+
+
+def test_a_request_that_takes_long_keeps_its_connection() -> None:
+    with running(FakeDesk(Script(queue_s=0.8)), idle_s=0.2) as url, httpx.Client(base_url=url) as client:
+        for _ in range(2):
+            answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+            assert answer.status_code == 200
+
+
+def test_a_connection_whose_client_reads_nothing_is_cut_in_the_end() -> None:
+    desk = FakeDesk(Script(tokens=["word" * 4000] * 100_000))
+    with running(desk, idle_s=0.2) as url:
+        connection = post(url, stream=True)
+        wait_for(lambda: bool(desk.jobs) and desk.jobs[0].cancelled.is_set())
+        _, port = connection.getpeername()
+        wait_for(
+            lambda: all(one.laddr[1] != port or not one.raddr for one in psutil.Process().net_connections("tcp"))
+        )
+        connection.close()
+
+
 def test_what_takes_too_long_is_ended_with_a_status() -> None:
     desk = FakeDesk(SLOW)
     answer = Local(desk, request_s=0.1).chat()
@@ -84,7 +113,7 @@ def test_what_never_began_in_time_has_a_status_of_its_own() -> None:
 
 
 def test_who_has_to_wait_is_told_so_and_then_answered() -> None:
-    desk = FakeDesk(Script(queued=[2, 1], queue_s=0.1))
+    desk = FakeDesk(Script(queued=[2, 1], queue_s=1.0))
     answer = Local(desk, patience_s=0.03, comment_s=0.03).chat(stream=True)
     assert answer.headers["x-queue-position"] == "2"
     assert answer.text.startswith(": queued 2\n\n")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # most experts once, whatever its size: smaller ones would take the others as long, and more often.
 POLITE_TOKENS = 512
 
-Heard = tuple[Text, Chunk | MlxMoeError]
+Heard = tuple[Text, Chunk | Exception]
 
 
 class Batch:
@@ -91,7 +91,8 @@ class Batch:
         """Read a chunk of one prompt, and compute a token of every reply that speaks: what came of it.
 
         A text whose chunk has a finish_reason is over, and so is one with an error: CheckpointReadError where the
-        disk failed, EngineClosedError.
+        disk failed, EngineClosedError, what its constraint says, or whatever else ends it alone. What MLX raises in
+        a pass of all, as when it cannot allocate, is raised here: then nothing but `close()` is of use.
         """
         heard = [] if not self._reading else self._read(self._reading[0])
         if self._speaking:
@@ -111,8 +112,9 @@ class Batch:
             self._leave([text])
 
     def close(self) -> None:
-        """Drop all."""
-        for text in self.texts:
+        """Drop all. Computes nothing, so that it works on what a failure has torn."""
+        self._forget(list(self._speaking))
+        for text in list(self._reading):
             self.drop(text)
 
     def _read(self, text: Text) -> list[Heard]:
@@ -124,7 +126,7 @@ class Batch:
         except MemoryPressureError:
             self.drop(text)
             return [(text, text.reply.unsaid())]
-        except MlxMoeError as error:
+        except Exception as error:  # MLX's own, too, as when it cannot allocate: no other text's cache is torn
             self.drop(text)
             return [(text, error)]
         if done is not None and done < len(text.unread):
@@ -161,7 +163,7 @@ class Batch:
             self._forget(texts)
             return [(text, error) for text in texts]
         heard: list[Heard] = [(text, self._say(text, one)) for text, one in zip(texts, sampled, strict=True)]
-        self._leave([text for text, chunk in heard if isinstance(chunk, Chunk) and chunk.finish_reason is not None])
+        self._leave([text for text, what in heard if _is_last(what)])
         return heard
 
     def _speak_in_turns(self) -> list[Heard]:
@@ -173,14 +175,19 @@ class Batch:
                 self._forget([text])
                 heard.append((text, error))
                 continue
-            chunk = self._say(text, sampled)
-            heard.append((text, chunk))
-            if chunk.finish_reason is not None:
+            what = self._say(text, sampled)
+            heard.append((text, what))
+            if _is_last(what):
                 self._leave([text])
         return heard
 
-    def _say(self, text: Text, sampled: Sampled) -> Chunk:
-        chunk = text.reply.say(sampled, short=self._decoder.must_finish)
+    def _say(self, text: Text, sampled: Sampled) -> Chunk | Exception:
+        if text.sampler.failed is not None:
+            return text.sampler.failed
+        try:
+            chunk = text.reply.say(sampled, short=self._decoder.must_finish)
+        except Exception as error:  # a detokeniser is another's program, and some know fewer tokens than the model
+            return error
         if chunk.finish_reason is None:
             text.history.append(sampled.token)
         elif text.run is not None and text.run.keeps_replies:
@@ -225,3 +232,7 @@ class Batch:
         """Tokens that every row may come to: a batch's rows are as long as its longest, and grow in steps."""
         longest = max((text.tokens for text in texts), default=0)
         return longest + KV_STEP if len(texts) > 1 else longest
+
+
+def _is_last(what: Chunk | Exception) -> bool:
+    return not isinstance(what, Chunk) or what.finish_reason is not None

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlxmoe.decode import Cache
 from mlxmoe.kv.layers import leaves_of
@@ -70,8 +72,14 @@ class SharedCache:
         return alone
 
 
-def can_share(cache: Cache) -> bool:
-    """Whether every entry of `cache`, a text's own, is of a kind that has one for a batch."""
+def can_share(model: nn.Module, cache: Cache) -> bool:
+    """Whether texts may stand beside each other.
+
+    Every entry of `cache`, a text's own, is of a kind that has one for a batch, and `model` has no rotation that
+    depends on how long a text is (dynamic NTK): it takes one length.
+    """
+    if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
+        return False
     return all(hasattr(entry, "merge") for entry in leaves_of(cache))
 
 

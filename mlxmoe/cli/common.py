@@ -18,6 +18,7 @@ from mlxmoe import (
     Chunk,
     DownloadError,
     Engine,
+    EngineClosedError,
     MemoryBudgetError,
     MemoryEvent,
     MemoryPressureError,
@@ -158,11 +159,22 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def load_engine(model: str | None, quiet: bool, **options: Any) -> Engine:
-    """load() with a progress bar, and a line that says what was loaded and how much of it is in memory."""
+def load_engine(
+    model: str | None, quiet: bool, *, is_wanted: Callable[[], bool] = lambda: True, **options: Any
+) -> Engine:
+    """load() with a progress bar, and a line that says what was loaded and how much of it is in memory.
+
+    Raises EngineClosedError as soon as it is no longer wanted.
+    """
     with progress_bar() as show, warnings.catch_warnings(record=True) as caught:
+
+        def show_wanted(stage: str, done: int, total: int) -> None:
+            if not is_wanted():
+                raise EngineClosedError("The model was not loaded to its end: nobody wants it any more.")
+            show(stage, done, total)
+
         warnings.simplefilter("always", UserWarning)
-        engine = load(model, progress=show, on_memory=None if quiet else tell_memory, **options)
+        engine = load(model, progress=show_wanted, on_memory=None if quiet else tell_memory, **options)
     for warning in caught:
         notes.print(str(warning.message), style="yellow", markup=False, soft_wrap=True)
     if not quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -106,6 +107,7 @@ def serve(
         return common.load_engine(
             model,
             quiet,
+            is_wanted=lambda: not desk.ending,
             experts=experts,
             memory=memory,
             context=context,
@@ -133,7 +135,16 @@ def serve(
             app = create_app(desk, settings)
             Listener(app, settings, on_listening=announce, end=desk.close).run([bound])
         finally:
-            desk.close()
+            try:
+                desk.close()
+            except KeyboardInterrupt:  # once more, while a step or a load ends: its thread would outlive this one
+                _leave_at_once()
+
+
+def _leave_at_once() -> None:
+    """End the process, whatever its threads do: nothing on disk is half written at any moment."""
+    common.notes.print("The server has ended at once.", style="dim")
+    os._exit(130)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from mlxmoe.serving import replies_schema as told
 from mlxmoe.serving.answer import Answer, Counter
 from mlxmoe.serving.chat import chat_asks, chat_shape
 from mlxmoe.serving.completions import completion_asks, completion_shape
+from mlxmoe.serving.connections import Connection
 from mlxmoe.serving.files import page_files
 from mlxmoe.serving.gate import Gate, client_of
 from mlxmoe.serving.jobs import Desk, ModelFacts
@@ -88,7 +89,9 @@ class Listener(uvicorn.Server):
                 app,
                 host=settings.host,
                 port=settings.port,
+                http=Connection.patient(settings.idle_s),
                 log_config=None,
+                lifespan="off",  # the app has nothing to set up, and a second Ctrl-C would show a traceback of it
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # a header that anyone can send must not say who a client is

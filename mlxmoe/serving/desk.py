@@ -56,6 +56,11 @@ class EngineDesk:
         assert self._facts is not None, "start() has not returned"
         return self._facts
 
+    @property
+    def ending(self) -> bool:
+        """Whether it is being closed, or is closed."""
+        return self._closing is not None
+
     def start(self) -> None:
         """Load the model. Raises what that raises, and then nothing is left behind."""
         self._thread.start()
@@ -92,7 +97,7 @@ class EngineDesk:
             if not accepts:
                 self._tally.refused += 1
                 raise MemoryPressureError(reason)
-            waiting = len(self._queue)
+            waiting = sum(not item.cancelled for item in self._queue)
             if waiting >= self.limits.most_waiting and (waiting or self._under_way >= self.limits.most_together):
                 self._tally.refused += 1
                 raise QueueFullError(
@@ -179,6 +184,7 @@ class EngineDesk:
         self._work = work
         if self._facts is None:
             self._facts = work.facts(self._name, created=int(time.time()))
+        self._tally.note_activity()  # idleness begins now, however long that took
         with self._changed:
             self._state = "ready" if self._closing is None else self._state
             self._changed.notify_all()

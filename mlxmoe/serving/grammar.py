@@ -41,7 +41,7 @@ class Grammars:
             raise RequestError(f"This model's replies cannot be held to JSON: {brief(failed)}") from failed
         if error:
             raise RequestError(f"response_format: replies cannot be held to this schema: {' '.join(error.split())}")
-        return JSONConstraint(llguidance.LLMatcher(self._tokens(), grammar), self._vocab, after)
+        return JSONConstraint(llguidance.LLMatcher(self._tokens(), grammar, log_level=0), self._vocab, after)
 
     def _tokens(self) -> llguidance.LLTokenizer:
         if self._made is None:
@@ -58,13 +58,19 @@ class JSONConstraint:
         self._vocab = vocab
         self._after = list(after)
         self._free: list[int] | None = [] if after else None  # the last tokens before the grammar begins
+        self.failed: RequestError | None = None
 
     def allowed(self) -> mx.array | None:
-        """`[V]`, true for what may come next; None before the grammar begins."""
-        if self._free is not None:
+        """`[V]`, true for what may come next; None before the grammar begins, and once it has failed."""
+        if self._free is not None or self.failed is not None:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab].astype(bool)
+        if self._matcher.is_error() or not allowed.any():
+            # llguidance then allows the end of the text alone: a reply that is cut off would look whole
+            why = self._matcher.get_error().partition("\n")[0] or "no token of this model may come next"
+            self.failed = RequestError(f"response_format: the reply cannot be held to this schema any further: {why}")
+            return None
         return mx.array(np.pad(allowed, (0, self._vocab - len(allowed))))
 
     def took(self, token: int) -> None:

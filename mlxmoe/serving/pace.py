@@ -16,6 +16,7 @@ STEPS = 8  # of one size before it is judged
 STEPS_KEPT = 32
 GAIN = 0.03  # more tokens per second, from which on a larger batch counts as faster
 FORGET_S = 30.0
+FORGET_STEPS = 64  # as long as so many like it take: slow steps are few, the more so while long prompts are read
 
 
 class Pace:
@@ -54,7 +55,7 @@ class Pace:
 
         By the quicker steps: whatever else the machine did made the others longer.
         """
-        steps, since = self._steps.get(size, deque()), self._clock() - FORGET_S
-        while steps and steps[0][0] < since:
+        steps, now = self._steps.get(size, deque()), self._clock()
+        while steps and now - steps[0][0] > max(FORGET_S, FORGET_STEPS * steps[0][1]):
             steps.popleft()
         return size / quantiles(seconds for _, seconds in steps)[0] if len(steps) >= STEPS else None

@@ -35,6 +35,10 @@ class Tally:
         self.replies += 1
         self._took.append(seconds)
 
+    def note_activity(self) -> None:
+        """Something else happened for which a model is needed."""
+        self._last = self._clock()
+
     @property
     def tokens_per_s(self) -> float:
         since = self._clock() - WINDOW_S
@@ -47,7 +51,7 @@ class Tally:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since anything was said."""
+        """Seconds since the model was last of use."""
         return self._clock() - self._last
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from mlxmoe.batch.batch import Batch
 from mlxmoe.batch.text import Text
@@ -106,9 +105,15 @@ class Work:
         )
 
     def drop_cancelled(self) -> None:
+        """Nobody wants these any more: their memory is given back."""
         for text in [text for text, item in self.items.items() if item.cancelled]:
-            self._batch.drop(text)
             del self.items[text]
+            self._tally.note_activity()
+            try:
+                self._batch.drop(text)
+            except Exception as error:  # those that stay are put together anew, which takes memory
+                self._fail_all(error)
+                return
 
     def begin(self, item: WorkItem) -> bool:
         """Let `item` have its turn, or end it with what is wrong; False where it has to wait for memory."""
@@ -145,10 +150,7 @@ class Work:
         try:
             with self.heat.recorded():
                 heard = self._batch.step()
-        except (
-            Exception
-        ) as error:  # MLX's own, as when it cannot allocate: these replies are over, the server goes on
-            logger.exception("A step failed.")
+        except Exception as error:  # MLX's own, as when it cannot allocate
             self._fail_all(error)
             return True
         if size and not reading and len(heard) == size:
@@ -160,7 +162,7 @@ class Work:
 
     def close(self, error: MlxMoeError) -> None:
         """End what is under way with `error`, and give the engine's memory back."""
-        self._fail_all(error)
+        self._end_all(error)
         self.engine.close()
 
     def _look_at(self, item: WorkItem) -> list[int]:
@@ -192,18 +194,26 @@ class Work:
             return False
         return int(tokenizer.rfind_think_start(tokens)) > int(tokenizer.rfind_think_end(tokens))
 
-    def _pass_on(self, text: Text, what: Chunk | MlxMoeError) -> None:
+    def _pass_on(self, text: Text, what: Chunk | Exception) -> None:
         item = self.items[text]
-        if not item.started and isinstance(what, Chunk):  # the prompt is read: its scores are known
-            item.start(Started(len(text.reply.prompt), self._scores(text), item.thinks))
-        if isinstance(what, Chunk):
-            ended = what.token < 0 or what.token in self.engine.tokenizer.eos_token_ids
-            item.tell(Spoken(what, "" if ended else self._text_of(what.token), self._told(what.top_logprobs)))
-        else:
-            item.tell(Failed(what))
+        try:
+            self._tell(text, item, what)
+        except Exception as error:  # a tokenizer is another's program, and some know fewer tokens than the model
+            logger.exception("A token cannot be told.")
+            item.tell(Failed(error))
+            item.cancel()  # it goes before the next step
         if not isinstance(what, Chunk) or what.finish_reason is not None:
             del self.items[text]
             self._tally.note_reply(time.monotonic() - item.began_s)
+
+    def _tell(self, text: Text, item: WorkItem, what: Chunk | Exception) -> None:
+        if not isinstance(what, Chunk):
+            item.tell(Failed(what))
+            return
+        if not item.started:  # the prompt is read: its scores are known
+            item.start(Started(len(text.reply.prompt), self._scores(text), item.thinks))
+        ended = what.token < 0 or what.token in self.engine.tokenizer.eos_token_ids
+        item.tell(Spoken(what, "" if ended else self._text_of(what.token), self._told(what.top_logprobs)))
 
     def _scores(self, text: Text) -> tuple[Score, ...]:
         first = Sampled(text.reply.prompt[0], 0.0)
@@ -219,8 +229,12 @@ class Work:
         return str(self.engine.tokenizer.decode([token]))
 
     def _fail_all(self, error: Exception) -> None:
+        """The replies under way are over, the server goes on."""
+        logger.error("The replies under way have failed.", exc_info=error)
+        self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
         items, self.items = list(self.items.values()), {}
-        with suppress(MlxMoeError):  # a closed engine has let go already
-            self._batch.close()
+        self._batch.close()
         for item in items:
             item.tell(Failed(error))
