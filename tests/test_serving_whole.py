@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,24 +13,18 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
-from serving_clients import running
+from serving_clients import demo_with_chat, running
 
 from mlxmoe import Engine, PrefixStore, load
-from mlxmoe.hub import demo_folder
 from mlxmoe.serving.desk import EngineDesk
 from mlxmoe.serving.limits import DeskLimits
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 PROMPTS = ["In the beginning", "And it came to pass", "Blessed are the meek", "The LORD said unto"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as a chat model."""
-    folder = shutil.copytree(demo_folder(), tmp_path_factory.mktemp("chat") / "demo-chat")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return folder
+    return demo_with_chat(tmp_path_factory.mktemp("chat") / "demo-chat")
 
 
 @pytest.fixture(scope="module")
