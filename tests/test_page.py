@@ -614,11 +614,13 @@ def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], de
 
 STOP_AFTER = """(pieces) => new Promise((resolve) => {
     const lengths = new Set();
+    const giveUp = setTimeout(() => resolve([...lengths]), 20000);
     const watch = new MutationObserver(() => {
         const length = document.querySelector(".message.assistant .body")?.textContent.length;
         if (length) lengths.add(length);
         if (lengths.size < pieces) return;
         watch.disconnect();
+        clearTimeout(giveUp);
         document.getElementById("stop").click();
         resolve([...lengths]);
     });
@@ -642,6 +644,7 @@ def test_a_real_model_streams_is_stopped_and_found_again(visit: Callable[..., An
         expect(page.locator("#model")).to_have_text("demo-chat · 256 tokens of context")
         page.fill("#prompt", "In the beginning")
         lengths = page.evaluate(STOP_AFTER, 3)  # by the page itself, before a fast machine has said all
+        assert len(lengths) == 3
         assert lengths == sorted(lengths)
         expect(page.locator(".note")).to_have_text("You stopped it here.")
         until(page, "true", lambda: real.status().active == 0)
@@ -654,8 +657,27 @@ def test_a_real_model_streams_is_stopped_and_found_again(visit: Callable[..., An
         page.reload()
         expect(last_reply(page)).to_have_text(kept)
         expect(page.locator("#chats .open")).to_have_text("In the beginning")
-        layers = real.status().stats.layers
+        stats = real.status().stats
+        assert stats is not None
+        layers = stats.layers
         expect(page.locator("#heat-summary")).to_contain_text(
             f"{len(layers)} layers of {layers[0].num_experts} experts."
         )
         expect(page.locator("#resident")).to_have_text(re.compile(r"^\d+ of 96 in memory$"))
+
+
+def test_the_demo_model_goes_on_with_a_text_in_its_small_context(visit: Callable[..., Any]) -> None:
+    real = EngineDesk(mlxmoe.load, "demo")
+    real.start()
+    try:
+        with running(real) as address:
+            page = visit(address)
+            expect(page.locator("#model")).to_have_text("demo · 256 tokens of context")
+            say(page, "In the beginning ")
+            done(page)
+            page.press("#prompt", "Enter")
+            expect(page.locator(".message")).to_have_count(4)
+            done(page)
+            expect(page.locator(".failure")).to_have_count(0)
+    finally:
+        real.close()

@@ -197,8 +197,11 @@ async def under_load(url: str, pid: int, known: list[Known], clients: int, secon
     found, end = Found(), time.monotonic() + seconds
     good = [good_client(url, known, found, end, random.Random(i)) for i in range(clients - clients // 8)]
     bad = [bad_client(url, found, end, random.Random(-1 - i)) for i in range(clients // 8)]
-    readings, *_ = await asyncio.gather(watch_memory(pid, seconds), *good, *bad)
-    return found, readings
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch_memory(pid, seconds))
+        for client in (*good, *bad):
+            group.create_task(client)
+    return found, watching.result()
 
 
 async def rate(url: str, known: list[Known], clients: int, seconds: float) -> float:
