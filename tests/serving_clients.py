@@ -44,11 +44,11 @@ class Local:
         return self.request("POST", path, json=body, **more)
 
     def chat(self, content: Any = "Hi", **more: Any) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": content}], **more}
+        body = {"model": "default", "messages": [{"role": "user", "content": content}], **more}
         return self.post("/v1/chat/completions", body)
 
     def complete(self, prompt: Any = "Hi", **more: Any) -> httpx.Response:
-        return self.post("/v1/completions", {"prompt": prompt, **more})
+        return self.post("/v1/completions", {"model": "default", "prompt": prompt, **more})
 
 
 def events(response: httpx.Response) -> list[Any]:

@@ -23,7 +23,9 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Jena"}}</tool_call
 def asked(**request: Any) -> Ask:
     """What the desk is asked for by a chat request."""
     server = Local()
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request})
+    answer = server.post(
+        "/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request}
+    )
     assert answer.status_code == 200, answer.text
     return server.desk.jobs[0].ask
 
@@ -128,7 +130,9 @@ def test_messages_are_made_as_templates_take_them() -> None:
 )
 def test_what_cannot_be_done_is_refused_by_name(request_: dict[str, Any], param: str) -> None:
     server = Local()
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request_})
+    answer = server.post(
+        "/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request_}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert server.desk.jobs == []
@@ -151,10 +155,19 @@ def test_tools_that_may_not_be_called_do_not_reach_the_model() -> None:
     assert answer["choices"][0]["message"]["content"] == CALL
 
 
-@pytest.mark.parametrize("model", [None, "default", "tiny/chat-moe", ""])
-def test_the_model_goes_by_its_name_or_by_none(model: str | None) -> None:
+@pytest.mark.parametrize("model", ["default", "tiny/chat-moe"])
+def test_the_model_goes_by_its_name_or_by_default(model: str) -> None:
     answer = Local().chat(model=model)
     assert (answer.status_code, answer.json()["model"]) == (200, "tiny/chat-moe")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_request_has_to_name_the_model(path: str) -> None:
+    answer = Local().post(path, {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "missing_required_parameter")
+    assert "'default'" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

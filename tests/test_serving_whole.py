@@ -149,7 +149,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(client: OpenAI) 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_memory(url: str, desk: EngineDesk, stream: bool) -> None:
-    body = {"prompt": PROMPTS[0], "max_tokens": 240, "stream": stream, "logit_bias": {"0": -100}}
+    body = {"model": "default", "prompt": PROMPTS[0], "max_tokens": 240, "stream": stream, "logit_bias": {"0": -100}}
     begun = desk.status().tokens
 
     def leave() -> None:

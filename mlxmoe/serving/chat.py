@@ -170,6 +170,7 @@ class _Choice:
             "role": "assistant",
             "content": None if self._calls and not content else content,
             "refusal": None,
+            "annotations": [],
         }
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)

@@ -97,7 +97,7 @@ class JsonSchemaFormat(Body):
 class Sampling(Body):
     """What both kinds of requests have."""
 
-    model: str | None = Field(None, description="The served model's name, or 'default', or nothing.")
+    model: str = Field(description="The served model's name, or 'default'.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Choices | None = None
