@@ -142,6 +142,50 @@ def test_harmless_unknown_fields_are_passed_over() -> None:
     asked(store=False, metadata={"a": "b"}, service_tier="auto", something=1, modalities=["text"], ignore_eos=False)
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+OTHER = {"type": "function", "function": {"name": "clock"}}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_held_to_the_tools_parameters(choice: Any, stream: bool) -> None:
+    server = Local(FakeDesk(Script(tokens=["<think>Hm</think>", '{"city": ', '"Jena"}'])))
+    tools = [WEATHER] if choice == "required" else [OTHER, WEATHER]
+    answer = server.chat(tools=tools, tool_choice=choice, stream=stream)
+    assert server.desk.jobs[0].ask.json_schema == CITY
+    assert len(server.desk.jobs[0].ask.tools or ()) == len(tools)
+    choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+    said = [choice["delta"] if stream else choice["message"] for choice in choices]
+    [call] = [call for message in said for call in message.get("tool_calls", ())]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Jena"}'}
+    assert "".join(message.get("reasoning_content", "") for message in said) == "Hm"
+    assert not any(message.get("content") for message in said)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_one_of_several_tools_has_to_be_called() -> None:
+    server = Local(FakeDesk(Script(tokens=['{"name": "clock", "arguments": {}}'])))
+    answer = server.chat(tools=[WEATHER, OTHER], tool_choice="required").json()
+    names = [form["properties"]["name"]["const"] for form in server.desk.jobs[0].ask.json_schema["anyOf"]]
+    assert names == ["weather", "clock"]
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "clock", "arguments": "{}"}
+
+
+def test_a_forced_call_that_is_cut_off_is_text() -> None:
+    server = Local(FakeDesk(Script(tokens=['{"city": ', '"Je'], reason="length")))
+    [choice] = server.chat(tools=[WEATHER], tool_choice="required").json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", '{"city": "Je')
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_tool_that_is_not_there_cannot_be_forced() -> None:
+    error = Local().chat(tools=[OTHER], tool_choice=NAMED).json()["error"]
+    assert (error["param"], error["code"]) == ("tool_choice", "invalid_value")
+
+
 def test_a_model_without_tools_says_so() -> None:
     answer = Local(FakeDesk(model=replace(FACTS, tool_calls=None))).chat(tools=[TOOL])
     assert answer.status_code == 400
