@@ -19,7 +19,10 @@ from mlxmoe.serving.app import Listener, create_app
 from mlxmoe.serving.jobs import Desk
 from mlxmoe.serving.settings import ServerSettings
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for tool_call in m.tool_calls or [] %}<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}\n{% endfor %}"
+)
 
 
 class Local:

@@ -127,6 +127,21 @@ def test_a_schema_is_kept(client: OpenAI) -> None:
     assert json.loads(said.choices[0].message.content)["n"] in (1, 2)
 
 
+def test_a_call_can_be_forced(client: OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
+    said = chat(client, PROMPTS[0], tools=[tool], tool_choice="required", temperature=1.0, max_tokens=40).choices[0]
+    [call] = said.message.tool_calls
+    assert call.function.name == "count"
+    assert json.loads(call.function.arguments)["n"] in (1, 2)
+    assert said.finish_reason == "tool_calls"
+
+
 def test_more_than_the_context_is_refused_with_the_numbers(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(client, "word " * 60, max_tokens=250)
