@@ -36,7 +36,7 @@ from mlxmoe.memory.plan import KVBytes, Plan, expert_budget
 from mlxmoe.memory.reading import MemoryReader, Pressure, reserve_bytes, usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
-from mlxmoe.registry import decodes_together, find_spec
+from mlxmoe.registry import find_spec
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
@@ -315,7 +315,7 @@ class Engine:
         UnsupportedModelError for a model type that the tests did not find right in a batch; by default together where
         that is right. Prompts go in as tokens, made by `encode`; see examples/together.py.
         """
-        shares = decodes_together(self.config["model_type"]) and can_share(self.model, self._decoder.new_cache())
+        shares = can_share(self.config["model_type"], self.model, self._decoder.new_cache())
         if together and not shares:
             raise UnsupportedModelError(
                 f"Replies of model type {self.config['model_type']} are not known to be right in one batch. "

@@ -1,4 +1,4 @@
-"""The page of `mlxmoe serve` in a browser, against a stand-in for the server."""
+"""The page of `mlxmoe serve` in a browser: the real server, over a desk that says what it is told, or a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("fastapi")
 
-from page_server import ANSWER, PAGE, Script, serving  # noqa: E402
+from fake_desk import FACTS  # noqa: E402
+from page_desk import ANSWER, PageDesk  # noqa: E402
+from serving_clients import address_of, demo_with_chat, listening, running  # noqa: E402
+
+import mlxmoe  # noqa: E402
+from mlxmoe import MemoryPressureError, QueueFullError  # noqa: E402
+from mlxmoe.serving.app import Listener  # noqa: E402
+from mlxmoe.serving.desk import EngineDesk  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -23,6 +31,9 @@ expect = sync_api.expect
 expect.set_options(timeout=15_000)  # milliseconds, for a busy machine
 PLAIN = {"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce"}
 LONG = " ".join(f"word{number}" for number in range(400))
+KEY = "s3cret-for-tests"
+FULL = QueueFullError("64 requests wait already.", 7)
+PAGE = Path(mlxmoe.__file__).parent / "serving" / "page"
 HOSTILE = (
     '<img src=x onerror="window.harm=1"> <script>window.harm=1</script>\n\n'
     "[run](javascript:window.harm=1) [data](data:text/html,x) [own](/v1/models) ![pixel](http://harm.example/p.png)\n\n"
@@ -35,14 +46,21 @@ MIXED = (
 
 
 @pytest.fixture(scope="module")
-def script() -> Script:
-    return Script()
+def told() -> PageDesk:
+    return PageDesk()
 
 
 @pytest.fixture(scope="module")
-def address(script: Script) -> Iterator[str]:
-    with serving(script) as address:
-        yield address
+def server(told: PageDesk) -> Iterator[Listener]:
+    with listening(told, patience_s=0.02, comment_s=0.1) as server:
+        yield server
+
+
+@pytest.fixture
+def desk(told: PageDesk) -> PageDesk:
+    """As new."""
+    told.reset()
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +72,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any, script: Script, address: str) -> Iterator[Callable[..., Any]]:
+def visit(browser: Any, desk: PageDesk, server: Listener) -> Iterator[Callable[..., Any]]:
     """Opens the page in a browser of its own. No error may be logged, and no request leave the origin."""
-    script.reset()
     contexts: list[Any] = []
     wrong: list[str] = []
 
-    def open_page(**options: Any) -> Any:
+    def open_page(address: str = address_of(server), **options: Any) -> Any:
         context = browser.new_context(
             **{"viewport": {"width": 1100, "height": 800}, "reduced_motion": "reduce", **options}
         )
@@ -102,8 +119,8 @@ def until(page: Any, expression: str, also: Callable[[], bool] = lambda: True) -
     raise AssertionError(f"never true: {expression}")
 
 
-def test_a_reply_streams_is_stopped_and_survives_a_reload(visit: Callable[..., Any], script: Script) -> None:
-    script.answer, script.pause_s = LONG, 0.02
+def test_a_reply_streams_is_stopped_and_survives_a_reload(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer, desk.pause_s = LONG, 0.02
     page = visit()
     say(page, "Count on.")
     expect(last_reply(page)).to_contain_text("word3")
@@ -120,11 +137,11 @@ def test_a_reply_streams_is_stopped_and_survives_a_reload(visit: Callable[..., A
     expect(page.locator(".message.user .body")).to_have_text("Count on.")
     expect(page.locator("#prompt")).to_have_value("a draft")
     expect(page.locator("#chats .open")).to_have_text("Count on.")
-    until(page, "true", lambda: script.under_way == 0)  # the server was told, too
+    assert desk.jobs[-1].cancelled.wait(10)  # the server was told, too
 
 
-def test_leaving_in_the_middle_keeps_what_was_said(visit: Callable[..., Any], script: Script) -> None:
-    script.answer, script.pause_s = LONG, 0.02
+def test_leaving_in_the_middle_keeps_what_was_said(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer, desk.pause_s = LONG, 0.02
     page = visit()
     say(page, "Count on.")
     expect(last_reply(page)).to_contain_text("word5")
@@ -133,8 +150,8 @@ def test_leaving_in_the_middle_keeps_what_was_said(visit: Callable[..., Any], sc
     expect(page.locator(".note")).to_contain_text("left before the reply was finished")
 
 
-def test_untrusted_text_is_never_markup(visit: Callable[..., Any], script: Script) -> None:
-    script.answer = "{}"
+def test_untrusted_text_is_never_markup(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer = "{}"
     page = visit()
     say(page, HOSTILE)
     done(page)
@@ -162,8 +179,8 @@ def test_no_file_of_the_page_makes_markup_from_text_or_fetches_from_elsewhere() 
     assert re.search(r"<script(?![^>]*src=)", (PAGE / "index.html").read_text(encoding="utf-8")) is None
 
 
-def test_markdown_becomes_elements(visit: Callable[..., Any], script: Script) -> None:
-    script.answer = (
+def test_markdown_becomes_elements(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer = (
         "# Head\n\nA **bold** and *italic* and `code` word, 2 * 3 * 4, snake_case_name.\n\n"
         "1. one\n   - inner\n2. two\n\n> said\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n---\n\n````py\n```\nx = 1\n````"
     )
@@ -227,10 +244,10 @@ def test_hostile_markdown_takes_no_long_time(visit: Callable[..., Any]) -> None:
     assert slowest < 3000  # milliseconds on a busy machine; what is quadratic takes minutes
 
 
-def test_ten_thousand_tokens_stream_without_long_pauses(visit: Callable[..., Any], script: Script) -> None:
+def test_ten_thousand_tokens_stream_without_long_pauses(visit: Callable[..., Any], desk: PageDesk) -> None:
     paragraph = "A sentence with some *marked* words and `code` goes on for a while. " * 6
     code = "```py\n" + "value = compute(value, 1)\n" * 1000 + "```"
-    script.answer = "\n\n".join([paragraph] * 60 + [code])
+    desk.answer = "\n\n".join([paragraph] * 60 + [code])
     page = visit()
     page.evaluate(
         """() => { window.longest = 0; new PerformanceObserver((list) => {
@@ -244,8 +261,8 @@ def test_ten_thousand_tokens_stream_without_long_pauses(visit: Callable[..., Any
     assert page.evaluate("window.longest") < 1500  # milliseconds; two busy cores, software rendering
 
 
-def test_scrolling_up_is_left_alone(visit: Callable[..., Any], script: Script) -> None:
-    script.answer, script.pause_s = "\n\n".join([LONG[:600]] * 12), 0.001
+def test_scrolling_up_is_left_alone(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer, desk.pause_s = "\n\n".join([LONG[:600]] * 12), 0.001
     page = visit()
     say(page, "Go on.")
     until(page, "document.querySelector('#scroller').scrollTop > 200")
@@ -258,8 +275,8 @@ def test_scrolling_up_is_left_alone(visit: Callable[..., Any], script: Script) -
     expect(page.locator("#latest")).to_be_hidden()
 
 
-def test_the_keyboard_is_enough(visit: Callable[..., Any], script: Script) -> None:
-    script.answer, script.pause_s = LONG, 0.02
+def test_the_keyboard_is_enough(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer, desk.pause_s = LONG, 0.02
     page = visit(viewport={"width": 900, "height": 800})
     reach(page, "Skip to the message box", "Shift+Tab")
     page.keyboard.press("Enter")
@@ -310,8 +327,8 @@ def reach(page: Any, name: str, key: str = "Tab") -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_overflows_a_phone(visit: Callable[..., Any], script: Script, scheme: str) -> None:
-    script.answer = (
+def test_nothing_overflows_a_phone(visit: Callable[..., Any], desk: PageDesk, scheme: str) -> None:
+    desk.answer = (
         "w" * 300 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + " | ".join(["cell"] * 30) + " |\n" + "|-" * 30 + "|"
     )
     page = visit(viewport={"width": 360, "height": 640}, color_scheme=scheme)
@@ -357,9 +374,9 @@ CONTRASTS = """(selectors) => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_themes_have_contrast_and_the_switch_is_remembered(
-    visit: Callable[..., Any], script: Script, scheme: str
+    visit: Callable[..., Any], desk: PageDesk, scheme: str
 ) -> None:
-    script.refuse = [(429, 3)]
+    desk.refuse = [FULL]
     page = visit(color_scheme=scheme, viewport={"width": 1280, "height": 900})
     other = {"light": "dark", "dark": "light"}[scheme]
     say(page, "Hello")
@@ -384,45 +401,62 @@ def test_both_themes_have_contrast_and_the_switch_is_remembered(
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
 
 
-def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], script: Script) -> None:
-    script.refuse = [(429, 7), (503, 0)]
+def test_a_full_queue_is_told_and_can_be_tried_again(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.refuse = [FULL, MemoryPressureError("The machine is short of memory.")]
     page = visit()
     say(page, "Hello")
     expect(page.locator(".failure")).to_contain_text(
         "The queue is full: too many replies are waiting. Try again in 7 seconds."
     )
     page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".failure")).to_contain_text("takes no new work now")
+    expect(page.locator(".failure")).to_have_text(
+        re.compile("takes no new work now. The machine is short of memory. Try again in 10 seconds.")
+    )
     page.get_by_role("button", name="Try again").click()
     expect(last_reply(page)).to_contain_text("Three things follow")
     done(page)
     assert page.locator(".message").count() == 2
     assert page.locator(".failure").count() == 0
-    assert script.asked[-1]["messages"] == [{"role": "user", "content": "Hello"}]
-    script.refuse = [(429, 7)]
+    assert desk.last.prompt == [{"role": "user", "content": "Hello"}]
+    desk.refuse = [FULL]
     say(page, "More")
     expect(page.locator(".failure")).to_be_visible()
     say(page, "Please")
     done(page)
-    turns = [(turn["role"], turn["content"]) for turn in script.asked[-1]["messages"]]
+    turns = [(turn["role"], turn["content"]) for turn in desk.last.prompt]
     assert turns == [("user", "Hello"), ("assistant", ANSWER), ("user", "More\n\nPlease")]
 
 
-def test_a_lost_connection_keeps_the_words_and_is_told(visit: Callable[..., Any], script: Script) -> None:
-    script.break_off = 5
+def test_a_lost_connection_keeps_the_words_and_is_told(
+    visit: Callable[..., Any], desk: PageDesk, server: Listener
+) -> None:
+    desk.answer, desk.pause_s = LONG, 0.02
     page = visit()
     say(page, "Hello")
+    expect(last_reply(page)).to_contain_text("word5")
+    for connection in list(server.server_state.connections):
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
     expect(page.locator(".failure")).to_contain_text("before the reply was finished")
-    expect(last_reply(page)).to_have_text("Experts that were wanted lately")
+    kept = last_reply(page).inner_text()
+    assert kept.startswith("word0 word1 ")
+    assert desk.jobs[-1].cancelled.wait(10)
     page.context.set_offline(True)
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".failure")).to_contain_text("cannot be reached")
     page.get_by_role("button", name="Undo").click()
+    expect(last_reply(page)).to_have_text(kept)
+
+
+def test_a_reply_that_fails_keeps_its_words_and_says_why(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.fail = MemoryPressureError("The machine is short of memory.")
+    page = visit()
+    say(page, "Hello")
+    expect(page.locator(".failure")).to_contain_text("The server broke off: The machine is short of memory.")
     expect(last_reply(page)).to_have_text("Experts that were wanted lately")
 
 
-def test_the_place_in_the_queue_and_the_reasoning_are_shown(visit: Callable[..., Any], script: Script) -> None:
-    script.queued, script.reasoning, script.answer = [2, 1, 0], "<b>Hm</b>, let me see", "So."
+def test_the_place_in_the_queue_and_the_reasoning_are_shown(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.queued, desk.reasoning, desk.answer = [2, 1, 0], "<b>Hm</b>, let me see", "So."
     page = visit()
     say(page, "Hello")
     expect(page.locator(".waiting")).to_have_text("Waiting: 2 replies are before this one.")
@@ -433,11 +467,11 @@ def test_the_place_in_the_queue_and_the_reasoning_are_shown(visit: Callable[...,
     expect(page.locator(".thought")).to_have_text("<b>Hm</b>, let me see")
     say(page, "And?")
     done(page)
-    assert [turn["content"] for turn in script.asked[-1]["messages"]] == ["Hello", "So.", "And?"]
+    assert [turn["content"] for turn in desk.last.prompt] == ["Hello", "So.", "And?"]
 
 
-def test_settings_and_edits_go_with_the_next_request(visit: Callable[..., Any], script: Script) -> None:
-    script.answer = "You said {}"
+def test_settings_and_edits_go_with_the_next_request(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer = "You said {}"
     page = visit()
     page.click("#open-settings")
     page.fill("#system", "Be brief.")
@@ -446,9 +480,8 @@ def test_settings_and_edits_go_with_the_next_request(visit: Callable[..., Any], 
     page.keyboard.press("Enter")
     say(page, "first")
     done(page)
-    asked = script.asked[-1]
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert (asked["temperature"], asked["max_tokens"], asked["stream"]) == (0.25, 77, True)
+    assert desk.last.prompt[0] == {"role": "system", "content": "Be brief."}
+    assert (desk.last.options["temperature"], desk.last.options["max_tokens"]) == (0.25, 77)
     page.hover(".message.user")
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Your message").fill("second")
@@ -457,14 +490,14 @@ def test_settings_and_edits_go_with_the_next_request(visit: Callable[..., Any], 
     done(page)
     page.get_by_role("button", name="Undo").click()
     expect(last_reply(page)).to_have_text("You said first")
-    script.answer = "Another"
+    desk.answer = "Another"
     page.get_by_role("button", name="Regenerate").click()
     expect(last_reply(page)).to_have_text("Another")
     assert page.locator(".message").count() == 2
 
 
-def test_a_reply_goes_on_while_another_conversation_is_shown(visit: Callable[..., Any], script: Script) -> None:
-    script.answer, script.pause_s = " ".join(LONG.split()[:40]), 0.02
+def test_a_reply_goes_on_while_another_conversation_is_shown(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.answer, desk.pause_s = " ".join(LONG.split()[:40]), 0.02
     page = visit()
     say(page, "first")
     expect(last_reply(page)).to_contain_text("word2")
@@ -475,7 +508,7 @@ def test_a_reply_goes_on_while_another_conversation_is_shown(visit: Callable[...
     done(page)
 
 
-def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callable[..., Any], script: Script) -> None:
+def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callable[..., Any], desk: PageDesk) -> None:
     page = visit()
     page.evaluate(
         """() => { for (let size = 2 ** 22; size; size >>= 1) {
@@ -499,26 +532,33 @@ def test_what_does_not_fit_the_browser_is_told_and_kept_meanwhile(visit: Callabl
     expect(page.locator(".message")).to_have_count(4)
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_only(visit: Callable[..., Any], script: Script) -> None:
-    script.key = "s3cret"
-    page = visit()
-    for given in ("wrong", "s3cret"):
+@pytest.fixture(scope="module")
+def with_key(told: PageDesk) -> Iterator[str]:
+    """The address of a server that wants a key."""
+    with running(told, api_keys=(KEY,)) as address:
+        yield address
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_key_is_asked_for_and_kept_for_the_tab_only(visit: Callable[..., Any], with_key: str) -> None:
+    page = visit(with_key)
+    for given in ("wrong", KEY):
         expect(page.locator("#ask-key")).to_be_visible()
         page.fill("#key", given)
         page.keyboard.press("Enter")
-    expect(page.locator("#model")).to_contain_text("stand-in")
+    expect(page.locator("#model")).to_contain_text(FACTS.name)
     say(page, "Hello")
     done(page)
-    kept = "name => Object.values(window[name]).some(value => value.includes('s3cret'))"
-    assert page.evaluate(kept, "sessionStorage")
-    assert not page.evaluate(kept, "localStorage")
+    kept = "([name, key]) => Object.values(window[name]).some(value => value.includes(key))"
+    assert page.evaluate(kept, ["sessionStorage", KEY])
+    assert not page.evaluate(kept, ["localStorage", KEY])
 
 
+@pytest.mark.usefixtures("desk")
 def test_who_has_no_key_is_asked_again_only_when_they_want_something(
-    visit: Callable[..., Any], script: Script
+    visit: Callable[..., Any], with_key: str
 ) -> None:
-    script.key = "s3cret"
-    page = visit()
+    page = visit(with_key)
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("#model")).to_have_text("The server wants an API key.")
     page.wait_for_timeout(300)
@@ -529,8 +569,8 @@ def test_who_has_no_key_is_asked_again_only_when_they_want_something(
     expect(page.locator(".message.user .body")).to_have_text("Hello")
 
 
-def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[..., Any], script: Script) -> None:
-    script.has_chat_template, script.answer = False, "there was **light**"
+def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[..., Any], desk: PageDesk) -> None:
+    desk.model, desk.answer = replace(FACTS, has_chat_template=False), "there was **light**"
     page = visit()
     expect(page.locator(".plain-note")).to_contain_text("no chat template")
     say(page, "In the beginning ")
@@ -539,13 +579,13 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(visit: Callable[.
     page.press("#prompt", "Enter")
     expect(page.locator(".message")).to_have_count(4)
     done(page)
-    assert [asked["prompt"] for asked in script.asked] == [
+    assert [job.ask.prompt for job in desk.jobs] == [
         "In the beginning ",
         "In the beginning there was **light**",
     ]
 
 
-def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], script: Script) -> None:
+def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], desk: PageDesk) -> None:
     page = visit(viewport={"width": 1400, "height": 1000})
     legend = page.locator("#legend")
     expect(legend).to_have_text("Trunk1.7 GBExperts13.2 GBKV3.2 GBPrefill and pool957.1 MBFree in the budget3.2 GB")
@@ -563,10 +603,81 @@ def test_the_panel_shows_the_numbers_of_the_status(visit: Callable[..., Any], sc
         page.locator("#heat").evaluate("map => new Set(map.getContext('2d').getImageData(0, 0, 300, 200).data).size")
         > 20
     )
-    script.state = "draining"
-    expect(page.locator("#notice")).to_contain_text("No new work is taken")
+    desk.state, desk.accepts, desk.reason = "draining", False, "It ends."
+    expect(page.locator("#notice")).to_contain_text("No new work is taken. It ends.")
     page.click("#close-panel")
     page.wait_for_timeout(300)
-    polls = script.polls
+    polls = desk.polls
     page.wait_for_timeout(1300)
-    assert script.polls == polls  # nobody looks, nobody asks
+    assert desk.polls == polls  # nobody looks, nobody asks
+
+
+STOP_AFTER = """(pieces) => new Promise((resolve) => {
+    const lengths = new Set();
+    const giveUp = setTimeout(() => resolve([...lengths]), 20000);
+    const watch = new MutationObserver(() => {
+        const length = document.querySelector(".message.assistant .body")?.textContent.length;
+        if (length) lengths.add(length);
+        if (lengths.size < pieces) return;
+        watch.disconnect();
+        clearTimeout(giveUp);
+        document.getElementById("stop").click();
+        resolve([...lengths]);
+    });
+    watch.observe(document.getElementById("thread"), { childList: true, subtree: true, characterData: true });
+    document.getElementById("send").click();
+})"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineDesk]:
+    folder = demo_with_chat(tmp_path_factory.mktemp("chat") / "demo-chat")
+    desk = EngineDesk(lambda: mlxmoe.load(folder, experts="50%"), "demo-chat")
+    desk.start()
+    yield desk
+    desk.close()
+
+
+def test_a_real_model_streams_is_stopped_and_found_again(visit: Callable[..., Any], real: EngineDesk) -> None:
+    with running(real) as address:
+        page = visit(address, viewport={"width": 1400, "height": 1000})
+        expect(page.locator("#model")).to_have_text("demo-chat · 256 tokens of context")
+        page.fill("#prompt", "In the beginning")
+        lengths = page.evaluate(STOP_AFTER, 3)  # by the page itself, before a fast machine has said all
+        assert len(lengths) == 3
+        assert lengths == sorted(lengths)
+        expect(page.locator(".note")).to_have_text("You stopped it here.")
+        until(page, "true", lambda: real.status().active == 0)
+        assert 0 < real.status().tokens < 200  # of about 250 that the context has room for
+        memory = real.status().memory
+        assert memory is not None
+        assert memory.kv_bytes == 0
+        kept = last_reply(page).inner_text()
+        assert len(kept) >= lengths[-1] - 2  # but for white space
+        page.reload()
+        expect(last_reply(page)).to_have_text(kept)
+        expect(page.locator("#chats .open")).to_have_text("In the beginning")
+        stats = real.status().stats
+        assert stats is not None
+        layers = stats.layers
+        expect(page.locator("#heat-summary")).to_contain_text(
+            f"{len(layers)} layers of {layers[0].num_experts} experts."
+        )
+        expect(page.locator("#resident")).to_have_text(re.compile(r"^\d+ of 96 in memory$"))
+
+
+def test_the_demo_model_goes_on_with_a_text_in_its_small_context(visit: Callable[..., Any]) -> None:
+    real = EngineDesk(mlxmoe.load, "demo")
+    real.start()
+    try:
+        with running(real) as address:
+            page = visit(address)
+            expect(page.locator("#model")).to_have_text("demo · 256 tokens of context")
+            say(page, "In the beginning ")
+            done(page)
+            page.press("#prompt", "Enter")
+            expect(page.locator(".message")).to_have_count(4)
+            done(page)
+            expect(page.locator(".failure")).to_have_count(0)
+    finally:
+        real.close()

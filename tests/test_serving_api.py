@@ -23,7 +23,9 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Jena"}}</tool_call
 def asked(**request: Any) -> Ask:
     """What the desk is asked for by a chat request."""
     server = Local()
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request})
+    answer = server.post(
+        "/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request}
+    )
     assert answer.status_code == 200, answer.text
     return server.desk.jobs[0].ask
 
@@ -128,7 +130,9 @@ def test_messages_are_made_as_templates_take_them() -> None:
 )
 def test_what_cannot_be_done_is_refused_by_name(request_: dict[str, Any], param: str) -> None:
     server = Local()
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **request_})
+    answer = server.post(
+        "/v1/chat/completions", {"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request_}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert server.desk.jobs == []
@@ -136,6 +140,50 @@ def test_what_cannot_be_done_is_refused_by_name(request_: dict[str, Any], param:
 
 def test_harmless_unknown_fields_are_passed_over() -> None:
     asked(store=False, metadata={"a": "b"}, service_tier="auto", something=1, modalities=["text"], ignore_eos=False)
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+OTHER = {"type": "function", "function": {"name": "clock"}}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_held_to_the_tools_parameters(choice: Any, stream: bool) -> None:
+    server = Local(FakeDesk(Script(tokens=["<think>Hm</think>", '{"city": ', '"Jena"}'])))
+    tools = [WEATHER] if choice == "required" else [OTHER, WEATHER]
+    answer = server.chat(tools=tools, tool_choice=choice, stream=stream)
+    assert server.desk.jobs[0].ask.json_schema == CITY
+    assert len(server.desk.jobs[0].ask.tools or ()) == len(tools)
+    choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+    said = [choice["delta"] if stream else choice["message"] for choice in choices]
+    [call] = [call for message in said for call in message.get("tool_calls", ())]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Jena"}'}
+    assert "".join(message.get("reasoning_content", "") for message in said) == "Hm"
+    assert not any(message.get("content") for message in said)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_one_of_several_tools_has_to_be_called() -> None:
+    server = Local(FakeDesk(Script(tokens=['{"name": "clock", "arguments": {}}'])))
+    answer = server.chat(tools=[WEATHER, OTHER], tool_choice="required").json()
+    names = [form["properties"]["name"]["const"] for form in server.desk.jobs[0].ask.json_schema["anyOf"]]
+    assert names == ["weather", "clock"]
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "clock", "arguments": "{}"}
+
+
+def test_a_forced_call_that_is_cut_off_is_text() -> None:
+    server = Local(FakeDesk(Script(tokens=['{"city": ', '"Je'], reason="length")))
+    [choice] = server.chat(tools=[WEATHER], tool_choice="required").json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", '{"city": "Je')
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_tool_that_is_not_there_cannot_be_forced() -> None:
+    error = Local().chat(tools=[OTHER], tool_choice=NAMED).json()["error"]
+    assert (error["param"], error["code"]) == ("tool_choice", "invalid_value")
 
 
 def test_a_model_without_tools_says_so() -> None:
@@ -151,10 +199,19 @@ def test_tools_that_may_not_be_called_do_not_reach_the_model() -> None:
     assert answer["choices"][0]["message"]["content"] == CALL
 
 
-@pytest.mark.parametrize("model", [None, "default", "tiny/chat-moe", ""])
-def test_the_model_goes_by_its_name_or_by_none(model: str | None) -> None:
+@pytest.mark.parametrize("model", ["default", "tiny/chat-moe"])
+def test_the_model_goes_by_its_name_or_by_default(model: str) -> None:
     answer = Local().chat(model=model)
     assert (answer.status_code, answer.json()["model"]) == (200, "tiny/chat-moe")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_request_has_to_name_the_model(path: str) -> None:
+    answer = Local().post(path, {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "missing_required_parameter")
+    assert "'default'" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -25,7 +25,7 @@ SLOW = Script(tokens=["word "] * 1000, delay_s=0.01)
 
 def post(url: str, **request: object) -> socket.socket:
     """A request on a connection of its own, nothing of whose answer is read."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **request}).encode()
+    body = json.dumps({"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request}).encode()
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -135,7 +135,9 @@ def test_a_handler_that_is_cancelled_cancels_its_replies() -> None:
     async def ask() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             task = asyncio.create_task(
-                client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+                client.post(
+                    "/v1/chat/completions", json={"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
+                )
             )
             while not (desk.jobs and desk.jobs[0].told):
                 await asyncio.sleep(0.005)
@@ -170,7 +172,11 @@ def test_many_clients_that_come_and_go_as_they_like_leave_nothing_behind() -> No
         def visit(number: int) -> str:
             what = random.Random(number).choice(["whole", "stream", "leave", "leave later", "nonsense"])
             if what in ("whole", "stream"):
-                body = {"messages": [{"role": "user", "content": "Hi"}], "stream": what == "stream"}
+                body = {
+                    "model": "default",
+                    "messages": [{"role": "user", "content": "Hi"}],
+                    "stream": what == "stream",
+                }
                 answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
                 assert answer.status_code == 200
                 assert answer.text.count("word ") == 20

@@ -92,7 +92,7 @@ def test_a_body_that_turns_out_too_long_is_refused() -> None:
 
 def test_pages_of_other_servers_may_do_nothing_unless_allowed() -> None:
     headers = {"Origin": "https://evil.example"}
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
     closed = Local()
     answer = closed.post("/v1/chat/completions", body, headers=headers)
     assert answer.status_code == 403
@@ -112,7 +112,7 @@ def test_pages_that_are_allowed_may_ask() -> None:
     assert preflight.status_code == 204
     assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
     assert preflight.headers["access-control-allow-headers"] == "authorization"
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
     keyed = {**headers, "Authorization": f"Bearer {KEYS[1]}"}
     answer = server.post("/v1/chat/completions", body, headers=keyed)
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
@@ -121,7 +121,7 @@ def test_pages_that_are_allowed_may_ask() -> None:
 
 def test_a_form_from_a_page_is_not_taken_for_json() -> None:
     server = Local()
-    text = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    text = b'{"model": "default", "messages": [{"role": "user", "content": "Hi"}]}'
     answer = server.request("POST", "/v1/chat/completions", content=text, headers={"Content-Type": "text/plain"})
     assert answer.status_code == 400
     assert server.desk.jobs == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,24 +13,18 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
-from serving_clients import running
+from serving_clients import demo_with_chat, running
 
 from mlxmoe import Engine, PrefixStore, load
-from mlxmoe.hub import demo_folder
 from mlxmoe.serving.desk import EngineDesk
 from mlxmoe.serving.limits import DeskLimits
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 PROMPTS = ["In the beginning", "And it came to pass", "Blessed are the meek", "The LORD said unto"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as a chat model."""
-    folder = shutil.copytree(demo_folder(), tmp_path_factory.mktemp("chat") / "demo-chat")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return folder
+    return demo_with_chat(tmp_path_factory.mktemp("chat") / "demo-chat")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +127,21 @@ def test_a_schema_is_kept(client: OpenAI) -> None:
     assert json.loads(said.choices[0].message.content)["n"] in (1, 2)
 
 
+def test_a_call_can_be_forced(client: OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
+    said = chat(client, PROMPTS[0], tools=[tool], tool_choice="required", temperature=1.0, max_tokens=40).choices[0]
+    [call] = said.message.tool_calls
+    assert call.function.name == "count"
+    assert json.loads(call.function.arguments)["n"] in (1, 2)
+    assert said.finish_reason == "tool_calls"
+
+
 def test_more_than_the_context_is_refused_with_the_numbers(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(client, "word " * 60, max_tokens=250)
@@ -156,7 +164,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(client: OpenAI) 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_memory(url: str, desk: EngineDesk, stream: bool) -> None:
-    body = {"prompt": PROMPTS[0], "max_tokens": 240, "stream": stream, "logit_bias": {"0": -100}}
+    body = {"model": "default", "prompt": PROMPTS[0], "max_tokens": 240, "stream": stream, "logit_bias": {"0": -100}}
     begun = desk.status().tokens
 
     def leave() -> None:

@@ -98,7 +98,14 @@ async def good_client(url: str, known: list[Known], found: Found, end: float, rn
         while time.monotonic() < end:
             one, leaves = rng.choice(known), rng.random() < 0.25
             length = rng.randint(1, len(one.tokens))
-            body = {"prompt": one.prompt, "max_tokens": length, "temperature": 0, "logprobs": 2, "stream": True}
+            body = {
+                "model": "default",
+                "prompt": one.prompt,
+                "max_tokens": length,
+                "temperature": 0,
+                "logprobs": 2,
+                "stream": True,
+            }
             try:
                 await asyncio.wait_for(_ask(client, url, body, one, found, rng.random() if leaves else None), 120)
             except (httpx.HTTPError, TimeoutError) as error:
@@ -146,14 +153,18 @@ def difference(said: list[str], known: Known, length: int) -> str:
     return "" if len(said) == len(expected) else f"{known.prompt!r}: {len(said)} tokens and not {len(expected)}"
 
 
+def _body(prompt: Any, **more: Any) -> bytes:
+    return json.dumps({"model": "default", "prompt": prompt, **more}).encode()
+
+
 async def bad_client(url: str, found: Found, end: float, rng: random.Random) -> None:
     """Sends what no server should fall over."""
     bodies: list[tuple[bytes, set[int]]] = [
-        (b"", {400, 422}), (b"{", {400, 422}), (b"[]", {400, 422}), (b'{"prompt": 7}', {400, 422}),
-        (b"\xff\xfe\x00", {400, 422}), (b'{"prompt": "x", "max_tokens": -1}', {400}),
-        (b'{"prompt": "x", "temperature": "hot"}', {400}), (b'{"prompt": ' + b"[" * 5000, {400, 422}),
-        (json.dumps({"prompt": "word " * 5000}).encode(), {400}), (b'{"prompt": "' + b"x" * 3 * 2**20, {413}),
-        (json.dumps({"prompt": "x", "max_tokens": 10**9}).encode(), {400}),
+        (b"", {400, 422}), (b"{", {400, 422}), (b"[]", {400, 422}), (_body(7), {400, 422}),
+        (b"\xff\xfe\x00", {400, 422}), (_body("x", max_tokens=-1), {400}),
+        (_body("x", temperature="hot"), {400}), (b'{"prompt": ' + b"[" * 5000, {400, 422}),
+        (_body("word " * 5000), {400}), (b'{"prompt": "' + b"x" * 3 * 2**20, {413}),
+        (_body("x", max_tokens=10**9), {400}),
     ]  # fmt: skip
     async with httpx.AsyncClient(timeout=120) as client:
         while time.monotonic() < end:
@@ -197,8 +208,11 @@ async def under_load(url: str, pid: int, known: list[Known], clients: int, secon
     found, end = Found(), time.monotonic() + seconds
     good = [good_client(url, known, found, end, random.Random(i)) for i in range(clients - clients // 8)]
     bad = [bad_client(url, found, end, random.Random(-1 - i)) for i in range(clients // 8)]
-    readings, *_ = await asyncio.gather(watch_memory(pid, seconds), *good, *bad)
-    return found, readings
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch_memory(pid, seconds))
+        for client in (*good, *bad):
+            group.create_task(client)
+    return found, watching.result()
 
 
 async def rate(url: str, known: list[Known], clients: int, seconds: float) -> float:
@@ -211,7 +225,13 @@ async def rate(url: str, known: list[Known], clients: int, seconds: float) -> fl
             while time.monotonic() < end:
                 one = known[turn % len(known)]
                 turn += clients
-                body = {"prompt": one.prompt, "max_tokens": len(one.tokens), "temperature": 0, "logprobs": 1}
+                body = {
+                    "model": "default",
+                    "prompt": one.prompt,
+                    "max_tokens": len(one.tokens),
+                    "temperature": 0,
+                    "logprobs": 1,
+                }
                 await _ask(http, url, {**body, "stream": True}, one, found, None)
 
     began = time.monotonic()

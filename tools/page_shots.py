@@ -11,12 +11,15 @@ import struct
 import sys
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, ViewportSize, sync_playwright
 
+Theme = Literal["light", "dark"]
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-SIZE = {"width": 1280, "height": 860}
+SIZE: ViewportSize = {"width": 1280, "height": 860}
+THEMES: tuple[Theme, ...] = ("light", "dark")
 REPLY_LIMIT_MS = 300_000
 COLOURS = 256
 DECODE = """async (png) => {
@@ -31,7 +34,7 @@ DECODE = """async (png) => {
 }"""
 
 
-def shoot(browser: Browser, address: str, theme: str, said: str, watch_s: float, file: Path) -> None:
+def shoot(browser: Browser, address: str, theme: Theme, said: str, watch_s: float, file: Path) -> None:
     """One conversation in one theme, as a picture of SIZE. Raises playwright's error if there is no answer."""
     context = browser.new_context(viewport=SIZE, color_scheme=theme, reduced_motion="reduce")
     page = context.new_page()
@@ -94,7 +97,7 @@ def main() -> None:
         sys.exit("No Chromium on the PATH.")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for theme in ("light", "dark"):
+        for theme in THEMES:
             file = arguments.out / f"page_{theme}.png"
             shoot(browser, arguments.address, theme, arguments.say, arguments.watch, file)
             print(f"{file}: {file.stat().st_size / 1000:.0f} kB")

@@ -17,6 +17,7 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlxmoe.decode import Cache
 from mlxmoe.kv.layers import leaves_of
+from mlxmoe.registry import decodes_together
 
 
 class SharedCache:
@@ -72,12 +73,14 @@ class SharedCache:
         return alone
 
 
-def can_share(model: nn.Module, cache: Cache) -> bool:
+def can_share(model_type: str, model: nn.Module, cache: Cache) -> bool:
     """Whether texts may stand beside each other.
 
-    Every entry of `cache`, a text's own, is of a kind that has one for a batch, and `model` has no rotation that
-    depends on how long a text is (dynamic NTK): it takes one length.
+    The model type was found right in a batch, every entry of `cache`, a text's own, is of a kind that has one for a
+    batch, and `model` has no rotation that depends on how long a text is (dynamic NTK): it takes one length.
     """
+    if not decodes_together(model_type):
+        return False
     if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
         return False
     return all(hasattr(entry, "merge") for entry in leaves_of(cache))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlxmoe.serving.forced import ForcedCall, forced_tools, schema_of
 from mlxmoe.serving.jobs import Ask, ModelFacts, Spoken, Started
 from mlxmoe.serving.parts import Part, PartSplitter, ToolCall
 from mlxmoe.serving.problems import ApiError
@@ -39,7 +40,7 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, terms: Terms) -> list[Ask
     """Raises an ApiError for what this model or this server cannot do."""
     check_model(request.model, facts)
     terms.check(request)
-    tools = tools_of(request)
+    tools, forced = tools_of(request), forced_tools(request)
     if tools and (facts.tool_calls is None or facts.parse_tool_call is None):
         raise ApiError(
             400, f"{facts.name} has no way to call tools. Leave tools out.", param="tools", code="unsupported"
@@ -59,7 +60,7 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, terms: Terms) -> list[Ask
         options=options_of(request, request.most_tokens, request.top_logprobs),
         tools=tools or None,
         template=template,
-        json_schema=request.wanted_schema,
+        json_schema=schema_of(forced) if forced else request.wanted_schema,
         client=terms.client,
         limit_s=terms.limit_s,
     )
@@ -129,7 +130,10 @@ class _Choice:
         self._facts = facts
         self._tools = tools_of(request)
         self._one_call = request.parallel_tool_calls is False
-        self._parts = PartSplitter(facts, tools=self._tools)
+        forced = forced_tools(request)
+        self._forced = ForcedCall(forced) if forced else None
+        self._marked = None if forced else self._tools  # the tools whose calls the model marks as its own
+        self._parts = PartSplitter(facts, tools=self._marked)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -142,7 +146,7 @@ class _Choice:
 
     def begin(self, started: Started) -> Iterator[dict[str, Any]]:
         self.tally.begin(started)
-        self._parts = PartSplitter(self._facts, thinks=started.thinks, tools=self._tools)
+        self._parts = PartSplitter(self._facts, thinks=started.thinks, tools=self._marked)
         yield self._piece({"role": "assistant", "content": ""})
 
     def speak(self, spoken: Spoken) -> Iterator[dict[str, Any]]:
@@ -154,6 +158,8 @@ class _Choice:
         parts = self._parts.add(chunk.text)
         if chunk.finish_reason is not None:
             parts += self._parts.finish(cut=chunk.finish_reason != "stop")
+        if self._forced is not None:
+            parts = self._forced.take(parts, last=chunk.finish_reason is not None)
         for part in self._wanted(parts):
             yield self._piece(self._keep(part))
         ended_by_call = self._one_call and bool(self._calls)
@@ -170,6 +176,7 @@ class _Choice:
             "role": "assistant",
             "content": None if self._calls and not content else content,
             "refusal": None,
+            "annotations": [],
         }
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)

@@ -40,7 +40,7 @@ class Grammars:
         except Exception as failed:  # another library's, of several kinds
             raise RequestError(f"This model's replies cannot be held to JSON: {brief(failed)}") from failed
         if error:
-            raise RequestError(f"response_format: replies cannot be held to this schema: {' '.join(error.split())}")
+            raise RequestError(f"Replies cannot be held to this JSON schema: {' '.join(error.split())}")
         return JSONConstraint(llguidance.LLMatcher(self._tokens(), grammar, log_level=0), self._vocab, after)
 
     def _tokens(self) -> llguidance.LLTokenizer:

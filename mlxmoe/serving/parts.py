@@ -29,6 +29,12 @@ class ToolCall:
     name: str
     arguments: str
 
+    @classmethod
+    def new(cls, name: str, arguments: Any) -> ToolCall:
+        """`arguments`: what they say, or already JSON."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return cls(f"call_{secrets.token_hex(12)}", name, text)
+
 
 Part = tuple[Literal["content", "reasoning"], str] | ToolCall
 
@@ -136,8 +142,7 @@ def _as_calls(parsed: Any) -> list[ToolCall]:
         name, arguments = call["name"], call.get("arguments", {})
         if not isinstance(name, str) or not name:
             raise ValueError("the call has no name")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, text))
+        calls.append(ToolCall.new(name, arguments))
     if not calls:
         raise ValueError("there is no call in it")
     return calls

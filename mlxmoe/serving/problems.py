@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST_MESSAGE = 2000  # characters
 MOST_PARAM = 200
+MISSING = "missing_required_parameter"
 RETRY_S = 10  # when the machine may have memory again
 _KINDS = {
     401: "authentication_error",
@@ -96,9 +97,10 @@ class ApiError(Exception):
         if error["type"] == "json_invalid":
             return cls(400, "The body is no valid JSON.", code="invalid_json")
         param = _param_of(error["loc"][1:])
-        code = "missing_required_parameter" if error["type"] == "missing" else "invalid_value"
+        code = MISSING if error["type"] == "missing" else "invalid_value"
+        hint = " Give the name that /v1/models tells, or 'default'." if (param, code) == ("model", MISSING) else ""
         subject = param or "The body (sent as application/json)"
-        return cls(400, f"{subject}: {error['msg']}.".replace("..", "."), param=param, code=code)
+        return cls(400, f"{subject}: {error['msg']}.".replace("..", ".") + hint, param=param, code=code)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's form."""

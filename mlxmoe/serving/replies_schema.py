@@ -42,6 +42,7 @@ class Reply(BaseModel):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    annotations: list[dict[str, Any]]
     tool_calls: list[Call] | None = None
 
 

@@ -97,7 +97,7 @@ class JsonSchemaFormat(Body):
 class Sampling(Body):
     """What both kinds of requests have."""
 
-    model: str | None = Field(None, description="The served model's name, or 'default', or nothing.")
+    model: str = Field(description="The served model's name, or 'default'.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Choices | None = None
@@ -218,6 +218,15 @@ class Tool(Body):
     function: Function
 
 
+class NamedFunction(Body):
+    name: Name
+
+
+class NamedChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Tokens | None = Field(None, description="The older name; the newer one wins.")
@@ -225,9 +234,9 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Rivals | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto"] | None, unsupported("to force a call; leave it to the model: 'auto'", "none", "auto")
-    ] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = Field(
+        None, description="A call that is forced is held to the tool's parameters."
+    )
     parallel_tool_calls: bool | None = Field(None, description="false: the reply ends with its first call.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="For the model's chat template."

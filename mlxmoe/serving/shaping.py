@@ -17,12 +17,12 @@ from mlxmoe.serving.wire import finite
 ANY_MODEL = "default"
 
 
-def check_model(name: str | None, facts: ModelFacts) -> None:
+def check_model(name: str, facts: ModelFacts) -> None:
     """Raises an ApiError where another model is asked for than the one there is."""
-    if name not in (None, "", ANY_MODEL, facts.name):
+    if name not in (ANY_MODEL, facts.name):
         raise ApiError(
             404,
-            f"The model {str(name)[:200]!r} is not served here: it is {facts.name!r}, or 'default'.",
+            f"The model {name[:200]!r} is not served here: it is {facts.name!r}, or 'default'.",
             param="model",
             code="model_not_found",
         )

@@ -21,7 +21,6 @@ from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.plan import POOL_BYTES, Plan, expert_budget
 from mlxmoe.memory.sizes import format_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
-from mlxmoe.registry import decodes_together
 from mlxmoe.tuning.outline import Outline, outlined
 from mlxmoe.tuning.report import TOO_SLOW_TOKENS_PER_S, ContextPlan, PlanReport, Verdict, explain, recommend
 from mlxmoe.tuning.roofline import HitCurve, Rates, curve_through, decode_s, default_hit_curve, prefill_s
@@ -110,7 +109,7 @@ def _report(outline: Outline, opened: OpenedModel, target: Target, asked: _Asked
     unreadable = None if outline.weights == "config" else _unreadable(opened, outline)
     rows = list(_rows(opened, work, curves, target, lengths, asked.experts, unreadable))
     chosen = recommend(rows)
-    in_one_pass = decodes_together(opened.config["model_type"]) and can_share(opened.kv_choice.caches(opened.model))
+    in_one_pass = can_share(opened.config["model_type"], opened.model, opened.kv_choice.caches(opened.model))
     sharing = Sharing(work, curves, _wanted(opened, asked), target.rates, in_one_pass, unreadable)
     together = [sharing.row(row, replies) for row in rows for replies in asked.replies]
     kv = opened.kv

@@ -13,6 +13,7 @@ import { Thread } from "./thread.js";
 const SAVE_EVERY = 1000; // milliseconds, while a reply comes in
 const TITLE = 60; // characters of the first message
 const LOOK_AGAIN = 4000; // milliseconds, for a server that does not answer
+const PIECE = 256; // tokens that a text without a chat goes on for; less where the context is small
 
 const key = new Key();
 const api = new Api(key, (wrong) => askKey(key, wrong));
@@ -205,11 +206,12 @@ async function findModel() {
   model = null;
   const [found] = await api.models();
   const facts = found.mlxmoe ?? {};
-  model = { id: found.id, continues: facts.has_chat_template === false };
+  const piece = Math.max(1, Math.min(PIECE, Math.floor((facts.context ?? 4 * PIECE) / 4)));
+  model = { id: found.id, continues: facts.has_chat_template === false, piece };
   const context = facts.context ? ` · ${facts.context.toLocaleString("en-US")} tokens of context` : "";
   byId("model").textContent = found.id + context;
   prompt.placeholder = model.continues ? "Begin a text, or leave this empty to go on" : "Write a message";
-  byId("max-tokens-hint").textContent = model.continues ? "Empty: 256." : "Empty: as many as fit.";
+  byId("max-tokens-hint").textContent = model.continues ? `Empty: ${piece}.` : "Empty: as many as the server grants.";
   if (Boolean(thread.model?.continues) !== model.continues && !running.size) thread.show(current, model);
   fit();
   return model;

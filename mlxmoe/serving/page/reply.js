@@ -29,7 +29,7 @@ export class Reply {
     const { message } = this;
     try {
       const model = await findModel();
-      const [path, body] = (model.continues ? continuation : chat)(this.conversation, settings);
+      const [path, body] = (model.continues ? continuation : chat)(this.conversation, settings, model);
       const chunks = api.stream(path, { model: model.id, ...body }, this.controller.signal, (queued) => {
         message.queued = queued;
         this.changed();
@@ -75,14 +75,14 @@ function chat({ messages }, settings) {
   return ["v1/chat/completions", { messages: turns, ...sampling(settings) }];
 }
 
-function continuation({ messages }, settings) {
+function continuation({ messages }, settings, { piece }) {
   let prompt = "";
   for (const { role, content } of messages.slice(0, -1)) {
     const glue = role === "user" && prompt && content && !/\s$/.test(prompt) && !/^\s/.test(content);
     prompt += glue ? ` ${content}` : content;
   }
   // Without max_tokens a completion has 16 of them.
-  return ["v1/completions", { prompt, max_tokens: 256, ...sampling(settings) }];
+  return ["v1/completions", { prompt, max_tokens: piece, ...sampling(settings) }];
 }
 
 function sampling({ temperature, maxTokens }) {

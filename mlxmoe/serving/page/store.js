@@ -5,7 +5,7 @@ const DRAFT = "mlxmoe.draft.";
 const SETTINGS = "mlxmoe.settings";
 const CURRENT = "mlxmoe.current";
 
-export const DEFAULTS = { system: "", temperature: 0.7, maxTokens: 1024 };
+export const DEFAULTS = { system: "", temperature: 0.7, maxTokens: null };
 
 export class Store {
   // `onTrouble(words)`: something could not be kept; null once all is kept again. `onChange(id)`: another tab did it.
