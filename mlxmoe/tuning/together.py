@@ -117,14 +117,13 @@ class Sharing:
         if not self.in_one_pass:
             yield "replies of this model type are computed in turns, each in passes of its own"
         elif self.work.opened.layers:
+            evenly = (
+                "experts x (1 - (1 - top-k / experts) ** n), as if each reply drew its own; real texts agree more "
+                "and want less"
+            )
             yield (
                 "a pass for n replies reads the trunk once, n KV caches, and each expert that is wanted once: "
-                + (
-                    "of n tokens drawn at random from the trace"
-                    if counted
-                    else "experts x (1 - (1 - top-k / experts)"
-                )
-                + ("" if counted else " ** n), as if each reply drew its own; real texts agree more and want less")
+                f"{'of n tokens drawn at random from the trace' if counted else evenly}"
             )
         if self.work.opened.layers:
             yield (
