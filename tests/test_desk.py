@@ -201,6 +201,20 @@ def test_what_is_wrong_with_one_ask_is_told_to_it_alone(
     assert good.text
 
 
+def test_asks_that_are_refused_do_not_hold_up_a_reply(open_desk: Callable[..., EngineDesk]) -> None:
+    """Each takes its time to be looked at: no more than one between two tokens."""
+    desk, ear, wrong = open_desk(), Ear(), [Ear() for _ in range(8)]
+    desk.submit(ask(max_tokens=200), ear)
+    wait_until(lambda: desk._work is not None and desk._work.pace.allowed > 1)
+    spoken: list[int] = []
+    with desk._work.engine.decoder.turn():  # type: ignore[union-attr]  # all wait when the next step ends
+        for one in wrong:
+            desk.submit(ask("word " * 2000), one)
+            one.ended.set = lambda: spoken.append(len(ear.spoken))  # type: ignore[method-assign]
+    wait_until(lambda: len(spoken) == len(wrong))
+    assert len(set(spoken)) == len(wrong)
+
+
 def test_options_that_make_no_sense_are_refused_at_once(open_desk: Callable[..., EngineDesk]) -> None:
     with pytest.raises(SamplingError):
         open_desk().submit(ask(temperature=-1), Ear())

@@ -211,10 +211,10 @@ class EngineDesk:
         return True
 
     def _go_on(self) -> None:
-        """Begin what can begin, and compute a step."""
+        """Begin the next one, if it can begin, and compute a step."""
         assert self._work is not None
-        self._admit(self._work)
-        if not self._work.step():  # all wait for memory
+        admitted = self._admit(self._work)
+        if not self._work.step() and not admitted:  # all wait for memory
             with self._changed:
                 self._changed.wait(TICK_S)
 
@@ -247,15 +247,21 @@ class EngineDesk:
             return False
         return True
 
-    def _admit(self, work: Work) -> None:
-        """Begin what waits, as far as memory and pace allow."""
-        while len(work.items) < work.pace.allowed:
-            with self._changed:
-                item = self._queue.first()
-            if item is None or not work.begin(item):
-                return
-            with self._changed:
-                self._queue.take()  # the same one: only this thread takes, and what comes is put behind
+    def _admit(self, work: Work) -> bool:
+        """Begin, or refuse, the next that waits, if memory and pace allow; whether there was one.
+
+        One between two steps: a step reads a chunk of one prompt only, and making tokens of a long one takes seconds
+        for which those that speak wait.
+        """
+        if len(work.items) >= work.pace.allowed:
+            return False
+        with self._changed:
+            item = self._queue.first()
+        if item is None or not work.begin(item):
+            return False
+        with self._changed:
+            self._queue.take()  # the same one: only this thread takes, and what comes is put behind
+        return True
 
     def _shut(self, error: MlxMoeError, left: list[WorkItem]) -> None:
         for item in left:
