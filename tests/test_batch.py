@@ -202,6 +202,17 @@ def test_room_is_held_for_the_longest_and_given_back(quarter: Engine) -> None:
     assert batch.texts == ()
 
 
+def test_in_turns_each_holds_room_for_itself_alone(quarter: Engine) -> None:
+    batch = quarter.batch(together=False)
+    short, long = (batch.add(quarter.encode(TEXTS[0]), max_tokens=most) for most in (5, 600))
+    both = quarter.memory().kv_bytes
+    batch.drop(long)
+    alone = quarter.memory().kv_bytes
+    assert 0 < alone < both < 2 * (both - alone)
+    batch.drop(short)
+    assert quarter.memory().kv_bytes == 0
+
+
 def test_a_row_that_leaves_gives_its_memory_back(quarter: Engine) -> None:
     def stored(batch: Batch) -> int:
         return sum(
@@ -269,7 +280,7 @@ def test_a_prompt_that_cannot_be_read_ends_its_own_reply(quarter: Engine, monkey
         said.setdefault(first, []).extend(chunk for _, chunk in batch.step())
     second = batch.add(quarter.encode(TEXTS[1]), ask())
 
-    def fails(*_: object) -> Iterator[int]:
+    def fails(*_: object, **__: object) -> Iterator[int]:
         raise RuntimeError("[metal::malloc] Attempting to allocate more than the maximum buffer size.")
 
     with monkeypatch.context() as broken:

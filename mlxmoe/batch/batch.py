@@ -44,7 +44,8 @@ class Batch:
         self._vocab = vocab
         self._replier = replier
         self._decoder = replier.decoder
-        self._lease = lease()
+        self._new_lease = lease
+        self._lease = lease()  # of all that share a cache
         self._reading: list[Text] = []  # their prompts; the first one is under way
         self._speaking: list[Text] = []  # in the order of the shared cache's rows
         self._shared = SharedCache()
@@ -83,7 +84,7 @@ class Batch:
         text = Text(
             reply, Sampler(settings.sampling, constraint), self._decoder.new_cache(), score=score, speaks=speaks
         )
-        self._hold([*self.texts, text])
+        self._hold(text)
         self._reading.append(text)
         return text
 
@@ -106,7 +107,7 @@ class Batch:
         """Nobody wants the rest of `text`; its memory is given back. Nothing happens if it is over."""
         if text in self._reading:
             self._reading.remove(text)
-            text.steps, text.cache = None, []
+            text.let_go()
             self._settle()
         elif text in self._speaking:
             self._leave([text])
@@ -217,12 +218,17 @@ class Batch:
     def _end(self, texts: Sequence[Text]) -> None:
         for text in texts:
             self._speaking.remove(text)
-            text.cache = []
+            text.let_go()
         self._settle()
 
-    def _hold(self, texts: Sequence[Text]) -> None:
-        """Have room for the caches of `texts`; raises what Lease.begin raises."""
-        self._lease.begin(self._longest(texts), texts=len(texts))
+    def _hold(self, text: Text) -> None:
+        """Have room for the cache of `text` beside the others'; raises what Lease.begin raises."""
+        if self.together:
+            texts = [*self.texts, text]
+            self._lease.begin(self._longest(texts), texts=len(texts))
+        else:
+            text.lease = self._new_lease()  # counts as long as the text is here
+            text.lease.begin(text.tokens)
 
     def _settle(self) -> None:
         """Hold no more room than what is under way needs."""

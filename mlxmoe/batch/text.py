@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mlxmoe.balance import Lease
 from mlxmoe.kv.prefix import PrefixRun
 from mlxmoe.reply import Reply
 from mlxmoe.sampling import Sampled, Sampler
@@ -30,11 +31,18 @@ class Text:
         self.history: list[int] = list(reply.prompt)
         self.run: PrefixRun | None = None
         self.steps: Iterator[int] | None = None  # of the prefill, once it has begun
+        self.lease: Lease | None = None  # of its own, where it shares no cache
 
     @property
     def tokens(self) -> int:
         """Prompt and the longest reply together."""
         return len(self.reply.prompt) + self.reply.room
+
+    def let_go(self) -> None:
+        """It is over: give back what it held."""
+        self.steps, self.cache = None, []
+        if self.lease is not None:
+            self.lease.keep(0)
 
     @property
     def unread(self) -> Sequence[int]:
