@@ -270,7 +270,8 @@ def test_scrolling_up_is_left_alone(visit: Callable[..., Any], desk: PageDesk) -
     page.mouse.wheel(0, -5000)
     expect(page.locator("#latest")).to_be_visible()
     done(page)
-    assert page.locator("#scroller").evaluate("node => node.scrollTop") < 50
+    # The end is thousands of pixels down; the browser itself may move by a line to keep in place what is read.
+    assert page.locator("#scroller").evaluate("node => node.scrollTop") < 100
     page.click("#latest")
     expect(page.locator("#latest")).to_be_hidden()
 
@@ -667,7 +668,7 @@ def test_a_real_model_streams_is_stopped_and_found_again(visit: Callable[..., An
 
 
 def test_the_demo_model_goes_on_with_a_text_in_its_small_context(visit: Callable[..., Any]) -> None:
-    real = EngineDesk(mlxmoe.load, "demo")
+    real = EngineDesk(lambda: mlxmoe.load(experts="all"), "demo")
     real.start()
     try:
         with running(real) as address:

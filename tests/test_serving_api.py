@@ -154,7 +154,7 @@ def test_a_forced_call_is_held_to_the_tools_parameters(choice: Any, stream: bool
     server = Local(FakeDesk(Script(tokens=["<think>Hm</think>", '{"city": ', '"Jena"}'])))
     tools = [WEATHER] if choice == "required" else [OTHER, WEATHER]
     answer = server.chat(tools=tools, tool_choice=choice, stream=stream)
-    assert server.desk.jobs[0].ask.json_schema == CITY
+    assert server.desk.jobs[0].ask.json_schema == {**CITY, "additionalProperties": False}
     assert len(server.desk.jobs[0].ask.tools or ()) == len(tools)
     choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
     said = [choice["delta"] if stream else choice["message"] for choice in choices]

@@ -13,6 +13,7 @@ from mlxmoe.serving.parts import Part, ToolCall
 from mlxmoe.serving.problems import ApiError
 from mlxmoe.serving.schemas import ChatRequest, NamedChoice, Tool
 
+COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"))  # may add properties
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -47,7 +48,11 @@ def schema_of(tools: Sequence[Tool]) -> Mapping[str, Any]:
 
 def _arguments_of(tool: Tool) -> Mapping[str, Any]:
     parameters = tool.function.parameters
-    return NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+    if parameters is None:
+        return NO_ARGUMENTS
+    # Arguments that nobody described help nobody, and a small model finds no end of them.
+    closed = {} if "properties" not in parameters or COMBINED & parameters.keys() else {"additionalProperties": False}
+    return {"type": "object", **closed, **parameters}
 
 
 class ForcedCall:
