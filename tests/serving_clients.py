@@ -15,9 +15,9 @@ import httpx
 from fake_desk import FakeDesk, wait_for
 
 from mlxmoe.hub import demo_folder
-from mlxmoe.serving.app import Listener, create_app
+from mlxmoe.serving.http.app import Listener, create_app
+from mlxmoe.serving.http.settings import ServerSettings
 from mlxmoe.serving.jobs import Desk
-from mlxmoe.serving.settings import ServerSettings
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"

@@ -25,9 +25,9 @@ from mlxmoe import (
     load,
 )
 from mlxmoe.batch.shared import SharedCache
-from mlxmoe.serving.desk import EngineDesk
+from mlxmoe.serving.desk.desk import EngineDesk
+from mlxmoe.serving.desk.limits import DeskLimits
 from mlxmoe.serving.jobs import Ask, Event, Failed, Spoken, Started
-from mlxmoe.serving.limits import DeskLimits
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxmoe.serving.pace import FORGET_S, STEPS, Pace
-from mlxmoe.serving.queue import FairQueue
+from mlxmoe.serving.desk.pace import FORGET_S, STEPS, Pace
+from mlxmoe.serving.desk.queue import FairQueue
 
 ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers()), max_size=20, unique_by=lambda item: item[1])
 

@@ -66,6 +66,15 @@ def test_imports_go_down_only() -> None:
     assert upward == []
 
 
+def test_http_and_the_desk_meet_in_the_jobs_alone() -> None:
+    serving = PACKAGE / "serving"
+    for folder, other in (("http", "desk"), ("desk", "http")):
+        for file in (serving / folder).glob("*.py"):
+            assert f"mlxmoe.serving.{other}" not in file.read_text(encoding="utf-8"), file
+    for file in (serving / "http").glob("*.py"):
+        assert not {"engine", "batch", "decode", "experts", "kv", "__init__"} & imported_rooms(file), file
+
+
 def test_only_the_command_line_prints_or_exits() -> None:
     for file in PACKAGE.rglob("*.py"):
         if room_of(file) in ("cli", "__main__"):

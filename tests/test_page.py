@@ -21,8 +21,8 @@ from serving_clients import address_of, demo_with_chat, listening, running  # no
 
 import mlxmoe  # noqa: E402
 from mlxmoe import MemoryPressureError, QueueFullError  # noqa: E402
-from mlxmoe.serving.app import Listener  # noqa: E402
-from mlxmoe.serving.desk import EngineDesk  # noqa: E402
+from mlxmoe.serving.desk.desk import EngineDesk  # noqa: E402
+from mlxmoe.serving.http.app import Listener  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

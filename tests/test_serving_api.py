@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from serving_clients import Local, events
 
 from mlxmoe.errors import PromptError
-from mlxmoe.serving import replies_schema as told
+from mlxmoe.serving.http import replies_schema as told
 from mlxmoe.serving.jobs import Ask
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

@@ -17,8 +17,8 @@ from fake_desk import FakeDesk, Script, wait_for
 from serving_clients import Local, running
 
 from mlxmoe.errors import QueueFullError
-from mlxmoe.serving.app import create_app
-from mlxmoe.serving.settings import ServerSettings
+from mlxmoe.serving.http.app import create_app
+from mlxmoe.serving.http.settings import ServerSettings
 
 SLOW = Script(tokens=["word "] * 1000, delay_s=0.01)
 

@@ -25,9 +25,9 @@ from mlxmoe.errors import (
     RequestError,
     SamplingError,
 )
-from mlxmoe.serving.files import page_files
-from mlxmoe.serving.problems import ApiError, without_paths
-from mlxmoe.serving.settings import ServerSettings, bare_host
+from mlxmoe.serving.http.files import page_files
+from mlxmoe.serving.http.problems import ApiError, without_paths
+from mlxmoe.serving.http.settings import ServerSettings, bare_host
 
 KEYS = ("sk-one-secret", "sk-two-secret")
 

@@ -11,7 +11,7 @@ from fake_desk import FACTS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxmoe.serving.parts import Part, PartSplitter, ToolCall
+from mlxmoe.serving.http.parts import Part, PartSplitter, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Jena"}}</tool_call>'

@@ -16,8 +16,8 @@ from openai import BadRequestError, OpenAI
 from serving_clients import demo_with_chat, running
 
 from mlxmoe import Engine, PrefixStore, load
-from mlxmoe.serving.desk import EngineDesk
-from mlxmoe.serving.limits import DeskLimits
+from mlxmoe.serving.desk.desk import EngineDesk
+from mlxmoe.serving.desk.limits import DeskLimits
 
 PROMPTS = ["In the beginning", "And it came to pass", "Blessed are the meek", "The LORD said unto"]
 

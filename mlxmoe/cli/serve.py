@@ -77,10 +77,10 @@ def serve(
 ) -> None:
     """Serve a model to a small team: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
     try:
-        from mlxmoe.serving.app import Listener, create_app
-        from mlxmoe.serving.desk import EngineDesk
-        from mlxmoe.serving.limits import DeskLimits
-        from mlxmoe.serving.settings import ServerSettings
+        from mlxmoe.serving.desk.desk import EngineDesk
+        from mlxmoe.serving.desk.limits import DeskLimits
+        from mlxmoe.serving.http.app import Listener, create_app
+        from mlxmoe.serving.http.settings import ServerSettings
     except ModuleNotFoundError as error:
         raise RequestError(f"mlxmoe serve needs {error.name}: pip install 'mlxmoe[serve]'.") from error
     keys = (*(api_key or ()), *_keys_of(api_key_file))

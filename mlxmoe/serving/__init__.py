@@ -1,1 +1,4 @@
-"""An OpenAI-compatible server: HTTP above, one thread that owns the engine below. An extra: `mlxmoe[serve]`."""
+"""An OpenAI-compatible server: `http/` above, the thread that owns the engine in `desk/`, `jobs.py` between the two.
+
+An extra: `mlxmoe[serve]`. The chat page's files are in `page/`.
+"""

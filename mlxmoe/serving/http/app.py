@@ -17,21 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mlxmoe.errors import MlxMoeError
-from mlxmoe.serving import replies_schema as told
-from mlxmoe.serving.answer import Answer, Counter
-from mlxmoe.serving.chat import chat_asks, chat_shape
-from mlxmoe.serving.completions import completion_asks, completion_shape
-from mlxmoe.serving.connections import Connection
-from mlxmoe.serving.files import page_files
-from mlxmoe.serving.gate import Gate, client_of
+from mlxmoe.serving.http import replies_schema as told
+from mlxmoe.serving.http.answer import Answer, Counter
+from mlxmoe.serving.http.chat import chat_asks, chat_shape
+from mlxmoe.serving.http.completions import completion_asks, completion_shape
+from mlxmoe.serving.http.connections import Connection
+from mlxmoe.serving.http.files import page_files
+from mlxmoe.serving.http.gate import Gate, client_of
+from mlxmoe.serving.http.metrics import CONTENT_TYPE, Metrics
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.schemas import ChatRequest, CompletionRequest
+from mlxmoe.serving.http.settings import ServerSettings
+from mlxmoe.serving.http.shaping import Terms
+from mlxmoe.serving.http.watch import health, panel
+from mlxmoe.serving.http.wire import to_json
 from mlxmoe.serving.jobs import Desk, ModelFacts
-from mlxmoe.serving.metrics import CONTENT_TYPE, Metrics
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.schemas import ChatRequest, CompletionRequest
-from mlxmoe.serving.settings import ServerSettings
-from mlxmoe.serving.shaping import Terms
-from mlxmoe.serving.watch import health, panel
-from mlxmoe.serving.wire import to_json
 
 # Paths of OpenAI's API that clients know, and what to do instead.
 UNSUPPORTED = {

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxmoe.serving.parts import Part, ToolCall
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.schemas import ChatRequest, NamedChoice, Tool
+from mlxmoe.serving.http.parts import Part, ToolCall
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.schemas import ChatRequest, NamedChoice, Tool
 
 COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"))  # may add properties
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -15,12 +15,12 @@ from mlxmoe.engine import Engine
 from mlxmoe.errors import ContextError, MemoryBudgetError, MemoryPressureError, MlxMoeError
 from mlxmoe.reply import Chunk, ReplySettings
 from mlxmoe.sampling import Sampled
-from mlxmoe.serving.grammar import Grammars, JSONConstraint
-from mlxmoe.serving.heat import Heat
+from mlxmoe.serving.desk.grammar import Grammars, JSONConstraint
+from mlxmoe.serving.desk.heat import Heat
+from mlxmoe.serving.desk.limits import DeskLimits
+from mlxmoe.serving.desk.pace import Pace
+from mlxmoe.serving.desk.tally import Tally
 from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, Score, Spoken, Started
-from mlxmoe.serving.limits import DeskLimits
-from mlxmoe.serving.pace import Pace
-from mlxmoe.serving.tally import Tally
 
 logger = logging.getLogger(__name__)
 

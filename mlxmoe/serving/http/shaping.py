@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from mlxmoe.reply import ReplyOptions
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.schemas import Sampling
+from mlxmoe.serving.http.wire import finite
 from mlxmoe.serving.jobs import Ask, ModelFacts, Spoken, Started
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.schemas import Sampling
-from mlxmoe.serving.wire import finite
 
 ANY_MODEL = "default"
 

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlxmoe.serving.forced import ForcedCall, forced_tools, schema_of
-from mlxmoe.serving.jobs import Ask, ModelFacts, Spoken, Started
-from mlxmoe.serving.parts import Part, PartSplitter, ToolCall
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.schemas import (
+from mlxmoe.serving.http.forced import ForcedCall, forced_tools, schema_of
+from mlxmoe.serving.http.parts import Part, PartSplitter, ToolCall
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.schemas import (
     AssistantMessage,
     CalledTool,
     ChatRequest,
@@ -20,7 +19,7 @@ from mlxmoe.serving.schemas import (
     Tool,
     ToolMessage,
 )
-from mlxmoe.serving.shaping import (
+from mlxmoe.serving.http.shaping import (
     Choices,
     Heading,
     Tally,
@@ -32,6 +31,7 @@ from mlxmoe.serving.shaping import (
     logprob_of,
     options_of,
 )
+from mlxmoe.serving.jobs import Ask, ModelFacts, Spoken, Started
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 

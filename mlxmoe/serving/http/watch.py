@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxmoe.serving.http.problems import without_paths
+from mlxmoe.serving.http.wire import plain
 from mlxmoe.serving.jobs import Desk
-from mlxmoe.serving.problems import without_paths
-from mlxmoe.serving.wire import plain
 
 NOT_SERVING = ("loading", "failed", "draining")
 

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.settings import ServerSettings, bare_host
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.settings import ServerSettings, bare_host
 
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlxmoe.serving.flow import Replies
+from mlxmoe.serving.http.flow import Replies
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.settings import ServerSettings
+from mlxmoe.serving.http.wire import DONE, comment, event, to_json
 from mlxmoe.serving.jobs import Ask, Desk, Failed, Spoken, Started
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.settings import ServerSettings
-from mlxmoe.serving.wire import DONE, comment, event, to_json
 
 
 class Shape(Protocol):

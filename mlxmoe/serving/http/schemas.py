@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from mlxmoe.serving.settings import MOST_CHOICES
+from mlxmoe.serving.http.settings import MOST_CHOICES
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20

@@ -19,7 +19,7 @@ from mlxmoe.errors import (
     QueueFullError,
     RequestError,
 )
-from mlxmoe.serving.wire import to_json
+from mlxmoe.serving.http.wire import to_json
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import mlx.core as mx
 from mlxmoe.engine import Engine
 from mlxmoe.errors import EngineClosedError, MemoryPressureError, MlxMoeError, QueueFullError
 from mlxmoe.reply import ReplySettings
+from mlxmoe.serving.desk.limits import DeskLimits
+from mlxmoe.serving.desk.queue import FairQueue
+from mlxmoe.serving.desk.tally import Tally
+from mlxmoe.serving.desk.work import Work, WorkItem
 from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, State, Status
-from mlxmoe.serving.limits import DeskLimits
-from mlxmoe.serving.queue import FairQueue
-from mlxmoe.serving.tally import Tally
-from mlxmoe.serving.work import Work, WorkItem
 
 logger = logging.getLogger(__name__)
 

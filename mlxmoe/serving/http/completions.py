@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlxmoe.serving.jobs import Ask, ModelFacts, Score, Spoken, Started
-from mlxmoe.serving.problems import ApiError
-from mlxmoe.serving.schemas import CompletionRequest
-from mlxmoe.serving.settings import MOST_CHOICES
-from mlxmoe.serving.shaping import (
+from mlxmoe.serving.http.problems import ApiError
+from mlxmoe.serving.http.schemas import CompletionRequest
+from mlxmoe.serving.http.settings import MOST_CHOICES
+from mlxmoe.serving.http.shaping import (
     Choices,
     Heading,
     Tally,
@@ -20,7 +19,8 @@ from mlxmoe.serving.shaping import (
     is_said,
     options_of,
 )
-from mlxmoe.serving.wire import finite
+from mlxmoe.serving.http.wire import finite
+from mlxmoe.serving.jobs import Ask, ModelFacts, Score, Spoken, Started
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
