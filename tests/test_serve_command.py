@@ -71,7 +71,7 @@ def start() -> Iterator[Start]:
 
 
 def stream(url: str, seconds: float = 60, **more: Any) -> Iterator[dict[str, Any]]:
-    body = {"prompt": "In the beginning", "temperature": 0, "stream": True, **more}
+    body = {"model": "default", "prompt": "In the beginning", "temperature": 0, "stream": True, **more}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=seconds) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
