@@ -44,7 +44,6 @@ def test_a_chat_request_reaches_the_desk_whole() -> None:
     assert ask.template == {"enable_thinking": False, "reasoning_effort": "low"}
     assert ask.tools is not None
     assert [tool["function"]["name"] for tool in ask.tools] == ["weather"]
-    assert ask.limit_s == 1800.0
 
 
 def test_what_is_left_out_has_openai_s_defaults() -> None:

@@ -27,7 +27,7 @@ class Ask:
     as `enable_thinking`), or plain text or token ids that go on. `options`: how it is sampled and what ends it, as
     for Engine.stream; without `max_tokens` as many as the server grants. `score_prompt`: tell the prompt's
     log-probabilities, too; then max_tokens may be 0. `json_schema`: what the reply has to be, `{}` for any JSON
-    object. `client`: whose turn it is, where several wait. `limit_s`: seconds from submission to the last token.
+    object. `client`: whose turn it is, where several wait.
     """
 
     prompt: Sequence[Message] | str | Sequence[int]
@@ -37,7 +37,6 @@ class Ask:
     score_prompt: bool = False
     json_schema: Mapping[str, Any] | None = None
     client: str = ""
-    limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

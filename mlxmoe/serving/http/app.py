@@ -120,7 +120,7 @@ def _replies(counter: Counter) -> APIRouter:
     desk, settings = counter.desk, counter.settings
 
     def terms(request: Request) -> Terms:
-        return Terms(client_of(request.scope), settings.request_s, settings.max_n)
+        return Terms(client_of(request.scope), settings.max_n)
 
     @router.post("/chat/completions", **told.of(told.ChatCompletion, stream=True))
     async def chat(request: Request, body: ChatRequest) -> Response:

@@ -62,7 +62,6 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, terms: Terms) -> list[Ask
         template=template,
         json_schema=schema_of(forced) if forced else request.wanted_schema,
         client=terms.client,
-        limit_s=terms.limit_s,
     )
     return choices_of(ask, request.choices)
 

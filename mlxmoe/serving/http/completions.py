@@ -47,7 +47,6 @@ def completion_asks(request: CompletionRequest, facts: ModelFacts, terms: Terms)
             score_prompt=bool(scored),
             json_schema=request.wanted_schema,
             client=terms.client,
-            limit_s=terms.limit_s,
         )
         asks += choices_of(ask, request.choices)
     return asks

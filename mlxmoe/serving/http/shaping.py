@@ -30,10 +30,9 @@ def check_model(name: str, facts: ModelFacts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On which terms a request is answered. `client`, `limit_s`: as in Ask. `max_n`: choices of one request."""
+    """On which terms a request is answered. `client`: as in Ask. `max_n`: choices of one request."""
 
     client: str
-    limit_s: float
     max_n: int
 
     def check(self, request: Sampling) -> None:
