@@ -31,7 +31,9 @@ from mlxmoe.sampling import Drawn, Sampled, Sampler
 # Decoded between two returns of MLX's freed buffers: a KV cache that grew leaves its old ones there.
 POOL_TOKENS = 256
 
-SCORE_TOKENS = 64  # of a prompt in one pass, where each one's probability is told: 40 MB for 150,000 tokens
+# Of a prompt in one pass, where each one's probability is told: logits, log-probabilities and their order are some
+# 150 MB for a vocabulary of 150,000.
+SCORE_TOKENS = 64
 
 Cache = list[Any]  # mlx-lm's caches, one for each layer
 
@@ -95,7 +97,7 @@ class Decoder:
     @property
     def streams(self) -> bool:
         """Whether a pass may have to wait for experts to be read."""
-        return not self._experts.may_leave
+        return bool(self._experts.streams)
 
     @property
     def must_finish(self) -> bool:
@@ -209,10 +211,14 @@ class Decoder:
             done += len(chunk)
             mx.clear_cache()
             yield done
-            if self.must_finish:
-                raise MemoryPressureError(
-                    f"The machine ran short of memory while the prompt was read ({done} of {len(tokens)} tokens)."
-                )
+            self._refuse_to_go_on(done, len(tokens))
+
+    def _refuse_to_go_on(self, done: int, tokens: int) -> None:
+        """Raise MemoryPressureError where memory is short and nothing is left to give back."""
+        if self.must_finish:
+            raise MemoryPressureError(
+                f"The machine ran short of memory while the prompt was read ({done} of {tokens} tokens)."
+            )
 
     def score_steps(
         self, tokens: Sequence[int], cache: Cache, sampler: Sampler, scores: list[Sampled]
@@ -231,7 +237,9 @@ class Decoder:
                 mx.eval(drawn, [entry.state for entry in cache])
             scores += [one.sampled() for one in drawn]
             done = end
+            mx.clear_cache()
             yield done
+            self._refuse_to_go_on(done, len(tokens))
 
     @contextmanager
     def turn(self) -> Iterator[None]:

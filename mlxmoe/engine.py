@@ -324,7 +324,7 @@ class Engine:
         return Batch(
             self._replier,
             self._balance.lease,
-            vocab=self.vocab,
+            prompts=self._prompts,
             together=shares if together is None else together,
         )
 

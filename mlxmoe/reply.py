@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxmoe.balance import Lease
 from mlxmoe.decode import Cache, Decoder
-from mlxmoe.errors import MemoryPressureError, MlxMoeError, SamplingError
+from mlxmoe.errors import MemoryPressureError, SamplingError, brief
 from mlxmoe.kv.prefix import PrefixRun
 from mlxmoe.sampling import Sampled, Sampler, SamplingSettings
 from mlxmoe.stats import hit_rate
@@ -177,8 +177,8 @@ class Replier:
         """Note a reply in the prefix store. The reply is whole, whatever becomes of that: nothing is raised."""
         try:
             self.decoder.note_reply(run, [*reply.prompt[-1:], *reply.said[:-1]], cache)
-        except MlxMoeError as error:  # the engine was closed when the last chunk was seen, to name one
-            logger.info("A reply is not kept for other prompts: %s", error)
+        except Exception as error:  # the engine was closed when the last chunk was seen, to name one; or MLX's own
+            logger.info("A reply is not kept for other prompts: %s", brief(error))
 
     def ends_text(self, token: int) -> bool:
         """Whether `token` is one of the model's end-of-text tokens."""

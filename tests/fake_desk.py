@@ -84,7 +84,7 @@ class FakeDesk:
         threading.Thread(target=self._run, args=(job, script, tell), daemon=True).start()
         return job
 
-    def status(self, *, heat: bool = False) -> Status:
+    def status(self, *, heat: bool = False, whole: bool = True) -> Status:
         return Status(
             state=self.state,
             accepts=self.accepts,

@@ -76,10 +76,10 @@ class PageDesk(FakeDesk):
         """What was asked for last."""
         return self.jobs[-1].ask
 
-    def status(self, *, heat: bool = False) -> Status:
+    def status(self, *, heat: bool = False, whole: bool = True) -> Status:
         self.polls += heat
         return replace(
-            super().status(heat=heat),
+            super().status(heat=heat, whole=whole),
             active=3,
             best_batch=6,
             memory=MemoryUse(PLAN, PLAN.bank_bytes, PLAN.kv_bytes, READING, 4 * GB),

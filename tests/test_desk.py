@@ -114,6 +114,8 @@ def test_exact_replies_are_stream_bit_for_bit(open_desk: Callable[..., EngineDes
         assert ear.text is not None
         alone = demo.stream("In the beginning", raw=True, temperature=1.0, seed=i, max_tokens=20)
         assert [(e.chunk.token, e.chunk.logprob) for e in ear.spoken] == [(c.token, c.logprob) for c in alone]
+    assert desk._work is not None
+    assert desk._work._batch.together is False
 
 
 def test_a_cancelled_reply_says_no_more_and_gives_its_room_back(open_desk: Callable[..., EngineDesk]) -> None:
@@ -345,6 +347,34 @@ def test_where_rows_cannot_be_put_together_anew_the_desk_goes_on(
     assert desk.status().memory.kv_bytes == 0  # type: ignore[union-attr]
 
 
+def test_whatever_fails_in_its_thread_the_desk_begins_anew(
+    open_desk: Callable[..., EngineDesk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, ear, after = open_desk(), Ear(), Ear()
+
+    def fails(work: object) -> bool:
+        monkeypatch.undo()
+        raise KeyError("nobody foresaw this")
+
+    monkeypatch.setattr(desk, "_admit", fails)
+    desk.submit(ask(), ear)
+    assert isinstance(ear.error, KeyError)
+    desk.submit(ask(), after)
+    assert after.text
+    assert desk.status().state == "ready"
+
+
+def test_the_replies_of_one_request_are_taken_together_or_not(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, ear = open_desk(most_together=1, most_waiting=1), Ear()
+    desk.submit(ask(max_tokens=150), ear)
+    assert ear.spoke.wait(60)
+    desk.submit(ask(), Ear())
+    with pytest.raises(QueueFullError):
+        desk.submit(ask(), Ear())
+    desk.submit(Ask("In", {"max_tokens": 2}, follows=True), Ear())
+    assert desk.status().queued == 2
+
+
 def test_a_listener_that_fails_harms_nobody_else(open_desk: Callable[..., EngineDesk]) -> None:
     desk, ear = open_desk(), Ear()
 
@@ -439,7 +469,8 @@ def test_a_model_that_cannot_be_loaded_again_is_told_to_who_asks(open_desk: Call
     desk, first, second = open_desk(loads, keep_alive_s=0.05), Ear(), Ear()
     wait_until(lambda: desk.status().state == "unloaded")
     desk.submit(ask(), first)
-    assert isinstance(first.error, ModelNotFoundError)
+    assert isinstance(first.error, EngineClosedError)  # to be asked again, and no fault of the ask
+    assert "cannot be loaded again" in str(first.error)
     desk.submit(ask(), second)
     assert second.text
 

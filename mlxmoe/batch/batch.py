@@ -8,6 +8,7 @@ within rounding. A reply that has the model to itself gets the bits of `stream`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,17 @@ from mlxmoe.balance import Lease
 from mlxmoe.batch.shared import SharedCache
 from mlxmoe.batch.text import Text
 from mlxmoe.decode import POOL_TOKENS, Cache
-from mlxmoe.errors import MemoryPressureError, MlxMoeError
+from mlxmoe.errors import MemoryPressureError, MlxMoeError, brief
+from mlxmoe.kv.prefix import PrefixRun
 from mlxmoe.memory.plan import KV_STEP
+from mlxmoe.prompts import PromptEncoder
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
 from mlxmoe.sampling import Constraint, Sampled, Sampler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger(__name__)
 
 # Of a prompt, between two tokens of others: a chunk of 2048 can take seconds. Where layers stream, each chunk reads
 # most experts once, whatever its size: smaller ones would take the others as long, and more often.
@@ -35,13 +40,15 @@ Heard = tuple[Text, Chunk | Exception]
 class Batch:
     """Replies under way, moved on by `step()`. For one thread at a time; the engine's other streams may interleave.
 
-    `together`: one pass for all replies; else each has its own, in turns, and the bits of `stream`. `vocab`: token
-    ids that the model knows.
+    `together`: one pass for all replies; else each has its own, in turns, and the bits of `stream`. `prompts`:
+    what the model takes.
     """
 
-    def __init__(self, replier: Replier, lease: Callable[[], Lease], *, vocab: int, together: bool) -> None:
+    def __init__(
+        self, replier: Replier, lease: Callable[[], Lease], *, prompts: PromptEncoder, together: bool
+    ) -> None:
         self.together = together
-        self._vocab = vocab
+        self._prompts = prompts
         self._replier = replier
         self._decoder = replier.decoder
         self._new_lease = lease
@@ -74,12 +81,13 @@ class Batch:
         """Begin a reply to the prompt `tokens`, which `Engine.encode` made; `step()` computes it.
 
         `options`: as for Engine.stream; or all of them as `settings`. `constraint`: what it may say. `score`: tell
-        how probable the prompt was, in `Text.scores`; with `speaks` False that is all. Raises SamplingError,
-        MemoryBudgetError where no room can be made for its KV cache beside the others', MemoryPressureError while
-        nothing new may begin.
+        how probable the prompt was, in `Text.scores`; with `speaks` False that is all. Raises PromptError,
+        SamplingError, MemoryBudgetError where no room can be made for its KV cache beside the others',
+        MemoryPressureError while nothing new may begin.
         """
+        tokens = self._prompts.check(tokens)
         settings = settings or ReplySettings.check(**options)
-        settings.sampling.refuse_beyond(self._vocab)
+        settings.sampling.refuse_beyond(self._prompts.vocab)
         reply = self._replier.begin(tokens, settings)
         text = Text(
             reply, Sampler(settings.sampling, constraint), self._decoder.new_cache(), score=score, speaks=speaks
@@ -172,7 +180,7 @@ class Batch:
         for text in list(self._speaking):
             try:
                 (sampled,) = self._decoder.step([(text.history, text.sampler)], text.cache)
-            except MlxMoeError as error:
+            except Exception as error:  # MLX's own, too: each has a cache of its own
                 self._forget([text])
                 heard.append((text, error))
                 continue
@@ -191,9 +199,17 @@ class Batch:
             return error
         if chunk.finish_reason is None:
             text.history.append(sampled.token)
-        elif text.run is not None and text.run.keeps_replies:
-            self._replier.keep_for_others(text.run, text.reply, self._cache_of(text))
+        elif text.run is not None and text.run.keeps_replies and chunk.finish_reason != "memory":
+            self._keep_for_others(text, text.run)
         return chunk
+
+    def _keep_for_others(self, text: Text, run: PrefixRun) -> None:
+        try:
+            cache = self._cache_of(text)
+        except Exception as error:  # MLX's own: the reply is whole all the same, and so are the others
+            logger.info("A reply is not kept for other prompts: %s", brief(error))
+        else:
+            self._replier.keep_for_others(run, text.reply, cache)
 
     def _cache_of(self, text: Text) -> Cache:
         """The cache of a text that speaks, as if it had been alone."""

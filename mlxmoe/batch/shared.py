@@ -51,7 +51,9 @@ class SharedCache:
         """The texts of these `rows` are over; those behind them move up."""
         stay = [row for row in range(self.texts) if row not in rows]
         if len(stay) == 1 and self.texts > 1:
-            self.cache = self.extract(stay[0])
+            for layer, entry in enumerate(self.cache):
+                self.cache[layer] = one = entry.extract(stay[0])
+                mx.eval(one.state)
         elif not stay:
             self.cache = []
         elif len(stay) < self.texts:

@@ -82,7 +82,9 @@ def serve(
         from mlxmoe.serving.http.app import Listener, create_app
         from mlxmoe.serving.http.settings import ServerSettings
     except ModuleNotFoundError as error:
-        raise RequestError(f"mlxmoe serve needs {error.name}: pip install 'mlxmoe[serve]'.") from error
+        raise RequestError(
+            f"mlxmoe serve needs {error.name}: install mlxmoe with its extra: pip install '.[serve]'."
+        ) from error
     keys = (*(api_key or ()), *_keys_of(api_key_file))
     settings = ServerSettings(
         host=host,

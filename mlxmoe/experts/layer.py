@@ -53,8 +53,8 @@ class Passes:
             try:
                 self._owner = threading.get_ident()
                 if self._left is not None and (self._left[0] is not following or self._left[1] != self._owner):
-                    mx.eval(self._left[0])
-                    self._left = None
+                    left, self._left = self._left[0], None  # if it fails, then once
+                    mx.eval(left)
                 yield
             finally:
                 self._owner = None

@@ -27,7 +27,8 @@ class Ask:
     as `enable_thinking`), or plain text or token ids that go on. `options`: how it is sampled and what ends it, as
     for Engine.stream; without `max_tokens` as many as the server grants. `score_prompt`: tell the prompt's
     log-probabilities, too; then max_tokens may be 0. `json_schema`: what the reply has to be, `{}` for any JSON
-    object. `client`: whose turn it is, where several wait.
+    object. `follows`: an earlier reply of the same request was accepted, so that this one is not refused because many
+    wait. `client`: whose turn it is, where several wait.
     """
 
     prompt: Sequence[Message] | str | Sequence[int]
@@ -36,6 +37,7 @@ class Ask:
     template: Mapping[str, Any] = field(default_factory=dict)
     score_prompt: bool = False
     json_schema: Mapping[str, Any] | None = None
+    follows: bool = False
     client: str = ""
 
 
@@ -163,5 +165,5 @@ class Desk(Protocol):
         MemoryBudgetError.
         """
 
-    def status(self, *, heat: bool = False) -> Status:
-        """What is so now."""
+    def status(self, *, heat: bool = False, whole: bool = True) -> Status:
+        """What is so now. `whole`: with memory and statistics, which takes a look at the machine and a moment."""

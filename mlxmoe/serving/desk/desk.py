@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ class EngineDesk:
         self._queue: FairQueue[WorkItem] = FairQueue()
         self._state: State = "loading"
         self._closing: float | None = None  # when what is left is cut short, once it is to end
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._work: Work | None = None  # set by the desk's thread; others only look
         self._tally = Tally()
         self._thread = threading.Thread(target=self._run, name="mlxmoe-desk", daemon=True)
@@ -88,7 +89,7 @@ class EngineDesk:
             options["max_tokens"] = 1
         settings = ReplySettings.check(**options)
         item = WorkItem(
-            ask, settings, tell, speaks=not only_scores, free="max_tokens" not in ask.options, desk=self._places
+            ask, settings, tell, speaks=not only_scores, free="max_tokens" not in ask.options, place=self._places
         )
         with self._changed:
             if self._closing is not None:
@@ -98,7 +99,8 @@ class EngineDesk:
                 self._tally.refused += 1
                 raise MemoryPressureError(reason)
             waiting = sum(not item.cancelled for item in self._queue)
-            if waiting >= self.limits.most_waiting and (waiting or self._under_way >= self.limits.most_together):
+            full = waiting >= self.limits.most_waiting and (waiting or self._under_way >= self.limits.most_together)
+            if full and not ask.follows:
                 self._tally.refused += 1
                 raise QueueFullError(
                     f"{waiting} requests wait already, as many as this server takes on. Ask again later.",
@@ -108,7 +110,7 @@ class EngineDesk:
             self._changed.notify_all()
         return item
 
-    def status(self, *, heat: bool = False) -> Status:
+    def status(self, *, heat: bool = False, whole: bool = True) -> Status:
         work = self._work
         with self._changed:
             accepts, reason = self._accepts()
@@ -128,7 +130,7 @@ class EngineDesk:
             refused=self._tally.refused,
             uptime_s=self._tally.uptime_s,
         )
-        if work is None:
+        if work is None or not whole:
             return facts
         facts = replace(facts, memory=work.engine.memory(), stats=work.engine.stats())
         if not heat:
@@ -158,14 +160,11 @@ class EngineDesk:
     def _run(self) -> None:
         try:
             self._open()
-        except Exception as error:  # start() raises it
+        except BaseException as error:  # start() raises it
             self._failure = error
         try:
-            while self._failure is None and self._turn():
+            while self._failure is None and self._goes_on():
                 pass
-        except Exception as error:  # nothing is known that gets here: all that wait are told, and /health says so
-            logger.exception("The server's working thread has failed.")
-            self._failure = error
         finally:
             with self._changed:
                 self._state = "failed" if self._closing is None else self._state
@@ -188,6 +187,19 @@ class EngineDesk:
         with self._changed:
             self._state = "ready" if self._closing is None else self._state
             self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        """A turn, whatever fails in it; False when it is time to end."""
+        try:
+            return self._turn()
+        except Exception as error:  # nothing is known that gets here
+            logger.exception("The server's working thread failed. It begins anew, and loads the model when asked to.")
+            work, self._work = self._work, None
+            self._refuse_waiting(error)
+            if work is not None:
+                with suppress(Exception):  # it may be in any state
+                    work.close(EngineClosedError("The server failed, and begins anew."))
+            return True
 
     def _turn(self) -> bool:
         """What there is to do now, or the wait for it; False when it is time to end."""
@@ -238,14 +250,19 @@ class EngineDesk:
             self._open()
         except Exception as error:
             logger.warning("The model cannot be loaded again: %s", error)
-            with self._changed:
-                waiting = list(self._queue)
-                self._queue = FairQueue()
-                self._state = "unloaded"
-            for item in waiting:
-                item.tell(Failed(error))
+            text = "The model was unloaded, and it cannot be loaded again just now. Ask again later."
+            self._refuse_waiting(EngineClosedError(text))  # whatever it was, the asks are not to blame
             return False
         return True
+
+    def _refuse_waiting(self, error: Exception) -> None:
+        """Nothing is loaded, and all that wait are told `error`."""
+        with self._changed:
+            waiting = list(self._queue)
+            self._queue = FairQueue()
+            self._state = "unloaded" if self._closing is None else self._state
+        for item in waiting:
+            item.tell(Failed(error))
 
     def _admit(self, work: Work) -> bool:
         """Begin, or refuse, the next that waits, if memory and pace allow; whether there was one.

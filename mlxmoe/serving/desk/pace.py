@@ -20,7 +20,7 @@ FORGET_STEPS = 64  # as long as so many like it take: slow steps are few, the mo
 
 
 class Pace:
-    """`most`: replies at once, whatever was measured. `clock`: monotonic seconds."""
+    """`most`: replies at once, whatever was measured. `clock`: monotonic seconds. One thread notes, any may ask."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -55,7 +55,7 @@ class Pace:
 
         By the quicker steps: whatever else the machine did made the others longer.
         """
-        steps, now = self._steps.get(size, deque()), self._clock()
-        while steps and now - steps[0][0] > max(FORGET_S, FORGET_STEPS * steps[0][1]):
-            steps.popleft()
-        return size / quantiles(seconds for _, seconds in steps)[0] if len(steps) >= STEPS else None
+        now = self._clock()
+        known = tuple(self._steps.get(size, ()))  # other threads may ask, too: nothing is changed here
+        steps = [s for when, s in known if now - when <= max(FORGET_S, FORGET_STEPS * s)]
+        return size / quantiles(steps)[0] if len(steps) >= STEPS else None

@@ -1,4 +1,5 @@
-"""Counts and times of a server since it began. Any thread may read; the desk's thread writes."""
+"""Counts and times of a server since it began. Any thread may read; the desk's thread writes, and `refused`
+who holds the desk's lock."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class WorkItem:
         *,
         speaks: bool,
         free: bool,
-        desk: Callable[[WorkItem], int],
+        place: Callable[[WorkItem], int],
     ) -> None:
         self.ask = ask
         self.settings = settings
@@ -52,7 +52,7 @@ class WorkItem:
         self.tokens: list[int] | None = None  # of the prompt, once it was looked at
         self.constraint: JSONConstraint | None = None
         self._tell = tell
-        self._place = desk
+        self._place = place
 
     @property
     def position(self) -> int:

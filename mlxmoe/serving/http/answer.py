@@ -47,7 +47,7 @@ class Timed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
+class Service:
     """What every answer needs: where replies are asked for, what is allowed, and who keeps count."""
 
     desk: Desk
@@ -59,18 +59,18 @@ class Answer(Response):
     """Asks when it is sent, so that whatever ends it also ends what it asked for. What goes wrong before it begins is
     raised, to be answered with a status of its own."""
 
-    def __init__(self, counter: Counter, asks: Sequence[Ask], shape: Shape, *, stream: bool) -> None:
+    def __init__(self, service: Service, asks: Sequence[Ask], shape: Shape, *, stream: bool) -> None:
         self.status_code = 200
         self.background = None
-        self._counter = counter
-        self._settings = counter.settings
+        self._service = service
+        self._settings = service.settings
         self._asks = asks
         self._shape = shape
         self._stream = stream
         self._begin = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with Replies(self._counter.desk, self._asks) as replies:
+        with Replies(self._service.desk, self._asks) as replies:
             work = asyncio.create_task(self._tell(replies, send))
             gone = asyncio.create_task(_gone(receive))
             try:
@@ -78,7 +78,7 @@ class Answer(Response):
                 if work.done():
                     with suppress(SlowReaderError):  # nothing more is said: the connection is closed
                         work.result()
-                    self._counter.times.request(time.monotonic() - self._begin)
+                    self._service.times.request(time.monotonic() - self._begin)
             finally:
                 replies.cancel()  # before anything is waited for
                 await _ended(work, gone)
@@ -116,7 +116,8 @@ class Answer(Response):
             piece = comment(f"queued {replies.position}") if said is None else b"".join(map(event, said))
             if first is not None:
                 first.append(piece)
-                if said is not None and not replies.begun:
+                waits = time.monotonic() - self._begin < self._settings.patience_s
+                if said is not None and not replies.begun and waits:
                     continue
                 piece, first = b"".join(first), None
             if piece:
@@ -142,7 +143,7 @@ class Answer(Response):
                 raise ApiError.of(happened.error)
             if isinstance(happened, Spoken) and not spoken:
                 spoken = True
-                self._counter.times.first_token(time.monotonic() - self._begin)
+                self._service.times.first_token(time.monotonic() - self._begin)
             said = list(self._shape.hear(number, happened))
             if not self._shape.wants_more(number):
                 replies.end(number)

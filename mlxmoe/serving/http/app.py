@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from mlxmoe.errors import MlxMoeError
 from mlxmoe.serving.http import replies_schema as told
-from mlxmoe.serving.http.answer import Answer, Counter
+from mlxmoe.serving.http.answer import Answer, Service
 from mlxmoe.serving.http.chat import chat_asks, chat_shape
 from mlxmoe.serving.http.completions import completion_asks, completion_shape
 from mlxmoe.serving.http.connections import Connection
@@ -54,7 +54,7 @@ def create_app(desk: Desk, settings: ServerSettings) -> FastAPI:
     metrics = Metrics(desk)
     pages = page_files()
     app = FastAPI(title="mlxmoe", summary="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
-    app.include_router(_replies(Counter(desk, settings, metrics)))
+    app.include_router(_replies(Service(desk, settings, metrics)))
     app.include_router(_models(desk))
     app.include_router(_unsupported())
     app.include_router(_watching(desk, metrics))
@@ -115,9 +115,9 @@ class Listener(uvicorn.Server):
             threading.Thread(target=self._end, args=(0.0,), daemon=True).start()
 
 
-def _replies(counter: Counter) -> APIRouter:
+def _replies(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    desk, settings = counter.desk, counter.settings
+    desk, settings = service.desk, service.settings
 
     def terms(request: Request) -> Terms:
         return Terms(client_of(request.scope), settings.max_n)
@@ -125,12 +125,12 @@ def _replies(counter: Counter) -> APIRouter:
     @router.post("/chat/completions", **told.of(told.ChatCompletion, stream=True))
     async def chat(request: Request, body: ChatRequest) -> Response:
         asks, shape = chat_asks(body, desk.model, terms(request)), chat_shape(body, desk.model)
-        return Answer(counter, asks, shape, stream=bool(body.stream))
+        return Answer(service, asks, shape, stream=bool(body.stream))
 
     @router.post("/completions", **told.of(told.Completion, stream=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         asks, shape = completion_asks(body, desk.model, terms(request)), completion_shape(body, desk.model)
-        return Answer(counter, asks, shape, stream=bool(body.stream))
+        return Answer(service, asks, shape, stream=bool(body.stream))
 
     return router
 
@@ -167,16 +167,16 @@ def _watching(desk: Desk, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", **told.of(told.Health, told.Health))
-    async def healthy() -> Response:
+    def healthy() -> Response:
         code, body = health(desk)
         return _json(body, code)
 
     @router.get("/api/status", **told.of(told.Panel))
-    async def status(heat: Annotated[bool, Query()] = False) -> Response:
+    def status(heat: Annotated[bool, Query()] = False) -> Response:
         return _json(panel(desk, heat=heat))
 
     @router.get("/metrics", **told.of_text(CONTENT_TYPE))
-    async def measured() -> Response:
+    def measured() -> Response:
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return router

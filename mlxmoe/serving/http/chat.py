@@ -22,8 +22,8 @@ from mlxmoe.serving.http.schemas import (
 from mlxmoe.serving.http.shaping import (
     Choices,
     Heading,
-    Tally,
     Terms,
+    Usage,
     check_model,
     choices_of,
     ending_of,
@@ -123,7 +123,7 @@ class _Choice:
     """One reply."""
 
     def __init__(self, index: int, request: ChatRequest, facts: ModelFacts) -> None:
-        self.tally = Tally()
+        self.usage = Usage()
         self._ending: dict[str, Any] | None = None
         self._index = index
         self._facts = facts
@@ -144,13 +144,13 @@ class _Choice:
         return self._ending is not None
 
     def begin(self, started: Started) -> Iterator[dict[str, Any]]:
-        self.tally.begin(started)
+        self.usage.begin(started)
         self._parts = PartSplitter(self._facts, thinks=started.thinks, tools=self._marked)
         yield self._piece({"role": "assistant", "content": ""})
 
     def speak(self, spoken: Spoken) -> Iterator[dict[str, Any]]:
         chunk = spoken.chunk
-        self.tally.count(spoken, reasoning=self._parts.kind == "reasoning")
+        self.usage.count(spoken, reasoning=self._parts.kind == "reasoning")
         if self._logprobs is not None and is_said(spoken):
             top = [logprob_of(text, logprob) for text, logprob in spoken.top]
             self._logprobs.append({**logprob_of(spoken.token_text, chunk.logprob), "top_logprobs": top})

@@ -7,12 +7,11 @@ from typing import Any
 
 from mlxmoe.serving.http.problems import ApiError
 from mlxmoe.serving.http.schemas import CompletionRequest
-from mlxmoe.serving.http.settings import MOST_CHOICES
 from mlxmoe.serving.http.shaping import (
     Choices,
     Heading,
-    Tally,
     Terms,
+    Usage,
     check_model,
     choices_of,
     ending_of,
@@ -30,10 +29,10 @@ def completion_asks(request: CompletionRequest, facts: ModelFacts, terms: Terms)
     check_model(request.model, facts)
     terms.check(request)
     count = request.choices * len(request.prompts)
-    if count > MOST_CHOICES:
+    if count > terms.max_n:
         raise ApiError(
             400,
-            f"{len(request.prompts)} prompts with n={request.choices} make {count} replies: at most {MOST_CHOICES}.",
+            f"{len(request.prompts)} prompts with n={request.choices} make {count} replies: at most {terms.max_n}.",
             param="n",
             code="invalid_value",
         )
@@ -47,6 +46,7 @@ def completion_asks(request: CompletionRequest, facts: ModelFacts, terms: Terms)
             score_prompt=bool(scored),
             json_schema=request.wanted_schema,
             client=terms.client,
+            follows=bool(asks),
         )
         asks += choices_of(ask, request.choices)
     return asks
@@ -64,7 +64,7 @@ class _Choice:
     """One reply."""
 
     def __init__(self, index: int, request: CompletionRequest, prompt: str | Sequence[int]) -> None:
-        self.tally = Tally()
+        self.usage = Usage()
         self._index = index
         self._prompt = prompt
         self._echo = bool(request.echo)
@@ -77,7 +77,7 @@ class _Choice:
         return self._ending["finish_reason"] is not None
 
     def begin(self, started: Started) -> Iterator[dict[str, Any]]:
-        self.tally.begin(started)
+        self.usage.begin(started)
         if not self._echo:
             return
         known = isinstance(self._prompt, str)
@@ -89,7 +89,7 @@ class _Choice:
 
     def speak(self, spoken: Spoken) -> Iterator[dict[str, Any]]:
         chunk = spoken.chunk
-        self.tally.count(spoken)
+        self.usage.count(spoken)
         said = is_said(spoken)
         if self._logprobs is not None and said:
             self._logprobs.add(Score(chunk.token, spoken.token_text, chunk.logprob, spoken.top))

@@ -71,9 +71,13 @@ class _DeskCollector(Collector):
 
 def _counters(status: Status) -> Iterator[Metric]:
     stats = status.stats
-    yield CounterMetricFamily("mlxmoe_replies", "Replies that were begun.", status.replies)
+    yield CounterMetricFamily(
+        "mlxmoe_replies", "Replies that have ended, but for those that were given up.", status.replies
+    )
     yield CounterMetricFamily("mlxmoe_generated_tokens", "Tokens of replies.", status.tokens)
-    yield CounterMetricFamily("mlxmoe_prompt_tokens", "Tokens of prompts.", status.prompt_tokens)
+    yield CounterMetricFamily(
+        "mlxmoe_prompt_tokens", "Tokens of prompts that were begun, stored beginnings included.", status.prompt_tokens
+    )
     yield CounterMetricFamily("mlxmoe_refused", "Requests refused for want of room or memory.", status.refused)
     if stats is not None:
         yield CounterMetricFamily("mlxmoe_expert_hits", "Wanted experts that were in memory.", stats.hits)

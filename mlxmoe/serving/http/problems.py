@@ -69,7 +69,7 @@ class ApiError(Exception):
             case MemoryPressureError():
                 return cls(503, without_paths(error), code="memory_pressure", headers=retry_after(RETRY_S))
             case EngineClosedError():
-                return cls(503, "The server is ending; it takes no new requests.", code="closing")
+                return cls(503, without_paths(error), code="closing", headers=retry_after(RETRY_S))
             case MemoryBudgetError() | ContextError():  # the desk waits for memory that others will give back
                 return cls(400, without_paths(error), code="context_length_exceeded")
             case RequestError():

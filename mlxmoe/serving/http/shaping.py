@@ -62,11 +62,12 @@ def options_of(request: Sampling, most_tokens: int | None, top: int | None) -> R
 
 
 def choices_of(ask: Ask, n: int) -> list[Ask]:
-    """`ask` n times; with a seed each has one of its own, or they would all be the same."""
+    """`ask` n times, a request's first; with a seed each has one of its own, or they would all be the same."""
     seed = ask.options.get("seed")
+    asks = [ask, *[replace(ask, follows=True)] * (n - 1)]
     if seed is None:
-        return [ask] * n
-    return [replace(ask, options={**ask.options, "seed": (seed + number) % 2**64}) for number in range(n)]
+        return asks
+    return [replace(one, options={**one.options, "seed": (seed + number) % 2**64}) for number, one in enumerate(asks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Heading:
         }
 
 
-class Tally:
+class Usage:
     """The tokens of one reply."""
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Choice(Protocol):
     """One reply on its way to OpenAI's form. `begin` and `speak` give what a stream says of it."""
 
     @property
-    def tally(self) -> Tally: ...
+    def usage(self) -> Usage: ...
 
     @property
     def ended(self) -> bool: ...
@@ -153,7 +154,7 @@ class Choices:
 
     def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many replies it has."""
-        tallies = [choice.tally for choice in self._choices]
+        tallies = [choice.usage for choice in self._choices]
         firsts = tallies[:: len(tallies) // self._prompts]
         prompt, generated = sum(tally.prompt for tally in firsts), sum(tally.generated for tally in tallies)
         return {

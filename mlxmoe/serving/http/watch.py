@@ -13,7 +13,7 @@ NOT_SERVING = ("loading", "failed", "draining")
 
 def health(desk: Desk) -> tuple[int, dict[str, Any]]:
     """Status code and body. 503 while no request could be answered; under pressure it is 200: that passes."""
-    status = desk.status()
+    status = desk.status(whole=False)
     serving = status.state not in NOT_SERVING
     word = status.state if not serving else "ok" if status.accepts else "refusing"
     body = {
