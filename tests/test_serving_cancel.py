@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -79,6 +80,33 @@ def test_a_request_that_takes_long_keeps_its_connection() -> None:
             body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
+
+
+def test_a_body_may_not_drip() -> None:
+    with running(FakeDesk(), idle_s=0.4) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+            begun = time.monotonic()
+            with contextlib.suppress(OSError):  # it hangs up
+                while time.monotonic() - begun < 5:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+            assert time.monotonic() - begun < 4
+            with contextlib.suppress(ConnectionError):
+                assert b" 408 " in connection.recv(1000)
+
+
+def test_a_stream_of_several_replies_begins_though_one_of_them_waits_for_the_other() -> None:
+    desk = FakeDesk(lambda ask: Script(queued=[1], queue_s=4.0) if ask.follows else Script(delay_s=0.05))
+    body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
+    with running(desk, patience_s=0.2) as url:
+        begun = time.monotonic()
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+            first = next(line for line in answer.iter_lines() if '"content":"Hello"' in line)
+            assert time.monotonic() - begun < 3
+        assert '"index":0' in first
 
 
 def test_a_connection_whose_client_reads_nothing_is_cut_in_the_end() -> None:

@@ -273,3 +273,22 @@ def test_the_page_s_files_have_their_types_and_are_sent_when_they_changed(tmp_pa
 
 def test_without_a_page_there_is_none(tmp_path: Path) -> None:
     assert page_files(tmp_path / "nothing") == {}
+
+
+def test_one_client_is_one_however_it_writes_its_key() -> None:
+    keys = ("secret-of-one", "secret-of-two")
+    local = Local(api_keys=keys)
+    for header in ("Bearer secret-of-one", "bearer  secret-of-one", "Bearer secret-of-two"):
+        body = {"model": "default", "prompt": "Hi"}
+        assert local.post("/v1/completions", body, headers={"Authorization": header}).status_code == 200
+    first, again, other = (job.ask.client for job in local.desk.jobs)
+    assert first == again != other
+    assert not any(key in client for key in keys for client in (first, other))
+
+
+def test_without_keys_no_header_makes_another_client() -> None:
+    local = Local()
+    for number in range(3):
+        headers = {"Authorization": f"Bearer {number}"}
+        assert local.post("/v1/completions", {"model": "default", "prompt": "Hi"}, headers=headers).status_code == 200
+    assert len({job.ask.client for job in local.desk.jobs}) == 1
