@@ -135,6 +135,17 @@ def test_a_load_that_nobody_waits_for_any_more_is_given_up() -> None:
         common.load_engine(None, True, is_wanted=lambda: False)
 
 
+def test_a_prompt_that_was_read_is_not_read_again(start: Start) -> None:
+    server = start()
+    body = {"model": "default", "prompt": "And it came to pass in those days " * 8, "max_tokens": 2}
+    read = [
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"]["prompt_tokens_details"]
+        for _ in range(2)
+    ]
+    assert read[0]["cached_tokens"] == 0
+    assert read[1]["cached_tokens"] > 40
+
+
 def test_keys_are_asked_for_and_never_shown(start: Start, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# the team\nsecret-of-one\nsecret-of-two\n")

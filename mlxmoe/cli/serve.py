@@ -13,13 +13,16 @@ from typing import Annotated
 
 import typer
 
-from mlxmoe import Engine, PrefixStore, RequestError
+from mlxmoe import Engine, PrefixStore, RequestError, SavedStateError
 from mlxmoe.cli import common
 from mlxmoe.hub import demo_folder
+from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 FOR_EVER = "forever"
+AUTO = "auto"
+PREFIXES_SHARE, MOST_PREFIXES = 1 / 20, 2 * 10**9  # of the memory, where nothing is said
 
 
 @common.reported
@@ -53,7 +56,7 @@ def serve(
     ] = FOR_EVER,
     prefixes: Annotated[
         str, typer.Option(help="Memory for the beginnings of earlier prompts, as 1GB; 0 for none.")
-    ] = "0",
+    ] = AUTO,
     exact: Annotated[
         bool, typer.Option("--exact", help="One reply at a time in each pass, bit for bit as without a server.")
     ] = False,
@@ -103,9 +106,9 @@ def serve(
         keep_alive_s=None if keep_alive == FOR_EVER else _seconds("keep-alive", keep_alive),
         exact=exact,
     )
-    store = None if prefixes.strip() == "0" else PrefixStore(prefixes, exact=exact)
+    store = _store(prefixes, memory, exact)
 
-    def load() -> Engine:
+    def load(store: PrefixStore | None) -> Engine:
         return common.load_engine(
             model,
             quiet,
@@ -125,7 +128,15 @@ def serve(
             trust_remote_code=trust_remote_code,
         )
 
-    desk = EngineDesk(load, name or _name_of(model), limits)
+    def load_with_prefixes() -> Engine:
+        try:
+            return load(store)
+        except SavedStateError:  # of a model whose caches are of a kind that cannot be kept
+            if prefixes != AUTO:
+                raise
+            return load(None)
+
+    desk = EngineDesk(load_with_prefixes, name or _name_of(model), limits)
 
     def announce() -> None:
         if not quiet:
@@ -188,6 +199,16 @@ def _ended_by_signals() -> Iterator[None]:
         common.notes.print("The server has ended.", style="dim")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _store(prefixes: str, memory: str | None, exact: bool) -> PrefixStore | None:
+    """Where the next turn of a conversation finds what was read of it before."""
+    if prefixes.strip() == "0":
+        return None
+    if prefixes != AUTO:
+        return PrefixStore(prefixes, exact=exact)
+    budget = usable_bytes(MemoryReader().read()) if memory is None else parse_bytes(memory, "--memory")
+    return PrefixStore(min(MOST_PREFIXES, int(PREFIXES_SHARE * budget)), exact=exact)
 
 
 def _name_of(model: str | None) -> str:
