@@ -53,6 +53,7 @@ def said(chunks: Iterator[Any]) -> list[tuple[int, float]]:
 SESSION_PROMPT = "In the beginning"
 
 
+@pytest.mark.slow
 def test_streams_are_bit_identical_through_500_resizes(tiny: Path, expected: list[list[tuple[int, float]]]) -> None:
     """Several streams and sessions by turns, a resize before most of their steps and within their prompts."""
     prompts = [SESSION_PROMPT, SESSION_PROMPT[::-1]]

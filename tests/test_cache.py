@@ -41,6 +41,7 @@ def stock(tiny: Path) -> list[mx.array]:
         return rows + [decoder.logits([token], cache) for token in TOKENS]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     start=st.sampled_from(["25%", "50%", "all"]),

@@ -25,7 +25,7 @@ from mlxmoe.serving.desk.desk import EngineDesk  # noqa: E402
 from mlxmoe.serving.http.app import Listener  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here"), pytest.mark.slow]
 
 expect = sync_api.expect
 expect.set_options(timeout=15_000)  # milliseconds, for a busy machine

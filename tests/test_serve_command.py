@@ -23,6 +23,8 @@ from mlxmoe import EngineClosedError
 from mlxmoe.cli import common
 from mlxmoe.cli.main import app
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., "Server"]
 
 
