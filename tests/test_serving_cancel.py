@@ -27,11 +27,21 @@ SLOW = Script(tokens=["word "] * 1000, delay_s=0.01)
 def post(url: str, **request: object) -> socket.socket:
     """A request on a connection of its own, nothing of whose answer is read."""
     body = json.dumps({"model": "default", "messages": [{"role": "user", "content": "Hi"}], **request}).encode()
-    host, _, port = url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    connection = connected(url)
+    connection.sendall(head_of(len(body)) + body)
     return connection
+
+
+def connected(url: str) -> socket.socket:
+    """A connection to the server, on which nothing is sent yet."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def head_of(length: int) -> bytes:
+    """A request's head, for a body of `length` bytes."""
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -57,21 +67,16 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    with running(FakeDesk(), idle_s=0.2) as url:
-        host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port))) as connection:
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-            assert b" 408 " in connection.recv(1000)
+    with running(FakeDesk(), idle_s=0.2) as url, connected(url) as connection:
+        connection.sendall(head_of(100) + b"{")
+        assert b" 408 " in connection.recv(1000)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_a_connection_that_asks_nothing_is_closed(sent: bytes) -> None:
-    with running(FakeDesk(), idle_s=0.2) as url:
-        host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(sent)
-            assert connection.recv(1000) == b""
+    with running(FakeDesk(), idle_s=0.2) as url, connected(url) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1000) == b""
 
 
 def test_a_request_that_takes_long_keeps_its_connection() -> None:
@@ -83,19 +88,16 @@ def test_a_request_that_takes_long_keeps_its_connection() -> None:
 
 
 def test_a_body_may_not_drip() -> None:
-    with running(FakeDesk(), idle_s=0.4) as url:
-        host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port))) as connection:
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
-            begun = time.monotonic()
-            with contextlib.suppress(OSError):  # it hangs up
-                while time.monotonic() - begun < 5:
-                    connection.sendall(b" ")
-                    time.sleep(0.05)
-            assert time.monotonic() - begun < 4
-            with contextlib.suppress(ConnectionError):
-                assert b" 408 " in connection.recv(1000)
+    with running(FakeDesk(), idle_s=0.4) as url, connected(url) as connection:
+        connection.sendall(head_of(1000))
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):  # it hangs up
+            while time.monotonic() - begun < 5:
+                connection.sendall(b" ")
+                time.sleep(0.05)
+        assert time.monotonic() - begun < 4
+        with contextlib.suppress(ConnectionError):
+            assert b" 408 " in connection.recv(1000)
 
 
 def test_a_stream_of_several_replies_begins_though_one_of_them_waits_for_the_other() -> None:

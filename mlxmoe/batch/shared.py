@@ -52,8 +52,7 @@ class SharedCache:
         stay = [row for row in range(self.texts) if row not in rows]
         if len(stay) == 1 and self.texts > 1:
             for layer, entry in enumerate(self.cache):
-                self.cache[layer] = one = entry.extract(stay[0])
-                mx.eval(one.state)
+                self.cache[layer] = _alone(entry, stay[0])
         elif not stay:
             self.cache = []
         elif len(stay) < self.texts:
@@ -67,12 +66,7 @@ class SharedCache:
         """The cache of one text, to go on with alone; the batch stays as it is."""
         if self.texts == 1:
             return list(self.cache)
-        alone = []
-        for entry in self.cache:
-            one = entry.extract(row)
-            mx.eval(one.state)
-            alone.append(one)
-        return alone
+        return [_alone(entry, row) for entry in self.cache]
 
 
 def can_share(model_type: str, model: nn.Module, cache: Cache) -> bool:
@@ -86,6 +80,13 @@ def can_share(model_type: str, model: nn.Module, cache: Cache) -> bool:
     if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
         return False
     return all(hasattr(entry, "merge") for entry in leaves_of(cache))
+
+
+def _alone(entry: Any, row: int) -> Any:
+    """One text's own cache in a layer, evaluated."""
+    one = entry.extract(row)
+    mx.eval(one.state)
+    return one
 
 
 def _own_memory(entry: Any) -> None:

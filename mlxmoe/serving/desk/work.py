@@ -14,7 +14,6 @@ from mlxmoe.batch.text import Text
 from mlxmoe.engine import Engine
 from mlxmoe.errors import ContextError, MemoryBudgetError, MemoryPressureError, MlxMoeError
 from mlxmoe.reply import Chunk, ReplySettings
-from mlxmoe.sampling import Sampled
 from mlxmoe.serving.desk.grammar import Grammars, JSONConstraint
 from mlxmoe.serving.desk.heat import Heat
 from mlxmoe.serving.desk.limits import DeskLimits
@@ -216,9 +215,9 @@ class Work:
         item.tell(Spoken(what, "" if ended else self._text_of(what.token), self._told(what.top_logprobs)))
 
     def _scores(self, text: Text) -> tuple[Score, ...]:
-        first = Sampled(text.reply.prompt[0], 0.0)
+        first = text.reply.prompt[0]
         return (
-            Score(first.token, self._text_of(first.token), None, ()),
+            Score(first, self._text_of(first), None, ()),
             *(Score(one.token, self._text_of(one.token), one.logprob, self._told(one.top)) for one in text.scores),
         )
 
