@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -409,26 +410,27 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_not_read_again() -> None:
 @given(data=st.data())
 def test_any_order_of_joining_and_leaving_changes_no_word(data: st.DataObject) -> None:
     engine = _shared_engine()
-    batch, said, asked = engine.batch(), {}, {}
-    for _ in range(data.draw(st.integers(3, 14))):
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "drop"]))
-        if action == "add":
-            number, room = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 9))
-            text = batch.add(engine.encode(TEXTS[number]), ask(max_tokens=room, top_logprobs=2))
-            asked[text], said[text] = (number, room), []
-        elif action == "drop" and batch.texts:
-            gone = data.draw(st.sampled_from(batch.texts))
-            batch.drop(gone)
-            del asked[gone]
-        elif action == "step":
-            for text, chunk in batch.step():
-                said[text].append(chunk)
-        assert len(set(batch.texts)) == len(batch.texts)
-        assert batch._shared.texts == batch.speaking
-    run(batch, said)
-    for text, (number, room) in asked.items():
-        alone = _alone(number)[:room]  # longer than this one: its last chunk ends otherwise
-        agree(said[text], [*alone[:-1], replace(alone[-1], text=said[text][-1].text, finish_reason="length")])
+    said, asked = {}, {}
+    with closing(engine.batch()) as batch:  # also where an example is given up half-way
+        for _ in range(data.draw(st.integers(3, 14))):
+            action = data.draw(st.sampled_from(["add", "step", "step", "step", "drop"]))
+            if action == "add":
+                number, room = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 9))
+                text = batch.add(engine.encode(TEXTS[number]), ask(max_tokens=room, top_logprobs=2))
+                asked[text], said[text] = (number, room), []
+            elif action == "drop" and batch.texts:
+                gone = data.draw(st.sampled_from(batch.texts))
+                batch.drop(gone)
+                del asked[gone]
+            elif action == "step":
+                for text, chunk in batch.step():
+                    said[text].append(chunk)
+            assert len(set(batch.texts)) == len(batch.texts)
+            assert batch._shared.texts == batch.speaking
+        run(batch, said)
+        for text, (number, room) in asked.items():
+            alone = _alone(number)[:room]  # longer than this one: its last chunk ends otherwise
+            agree(said[text], [*alone[:-1], replace(alone[-1], text=said[text][-1].text, finish_reason="length")])
     assert engine.memory().kv_bytes == 0
 
 
