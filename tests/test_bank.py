@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import CheckpointReadError
-from mlxmoe.experts.bank import ExpertBank, Home
+from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.checkpoint import ExpertTensor
 from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.safetensors import read_header
+from mlxmoe.experts.slots import Home
 
 EXPERTS = 8
 
@@ -43,10 +45,10 @@ class Layer:
         }
         self.fail_reads = 0
 
-    def bank(self, slots: int) -> ExpertBank:
+    def bank(self, slots: int, reader: ExpertReader | None = None) -> ExpertBank:
         arrays = dict(self.arrays)
         homes = {name: Home(arrays, name) for name in arrays}
-        return ExpertBank(self.tensors, homes, slots, self.reader())
+        return ExpertBank(self.tensors, homes, slots, reader or self.reader())
 
     def reader(self) -> ExpertReader:
         return ExpertReader(self.files, preadv=self._preadv)
@@ -135,7 +137,7 @@ def interrupted_banks(layer: Layer, act: Callable[[ExpertBank], object]) -> Iter
     for nth in itertools.count(1):
         bank = layer.bank(4)
         use(bank, [0, 1, 2, 3])
-        sys.settrace(InterruptAt.in_files(nth, "experts/bank.py", "experts/policy.py"))
+        sys.settrace(InterruptAt.in_files(nth, "experts/bank.py", "experts/slots.py", "experts/policy.py"))
         try:
             act(bank)
         except KeyboardInterrupt:
@@ -250,6 +252,63 @@ def test_a_resize_keeps_what_each_expert_is_worth(layer: Layer) -> None:
     use(bank, [1])
     use(bank, [0])
     assert list(bank.resident) == [1, 0]
+
+
+class Held:
+    """A preadv whose calls in the reader's threads wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go, self.begun = threading.Event(), threading.Semaphore(0)
+
+    def __call__(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            self.begun.release()
+            assert self.let_go.wait(5)
+        return os.preadv(descriptor, buffers, offset)
+
+
+def test_a_guess_takes_a_slot_only_once_its_first_byte_is_read(layer: Layer) -> None:
+    held = Held()
+    reader = ExpertReader(layer.files, preadv=held)
+    bank = layer.bank(4, reader)
+    use(bank, [0, 1, 2, 3])
+    bank._begun = 1  # so that two are tried
+    before = bank.resident
+    bank.expect([6, 7])
+    assert all(held.begun.acquire(timeout=5) for _ in range(2)), "both pieces of the first are read, in two threads"
+    assert not held.begun.acquire(timeout=0.05), "no third thread reads what nobody waits for"
+    assert len(bank.resident) == 2
+    threading.Timer(0.05, held.let_go.set).start()
+    bank.want([3], top_k=1)
+    bank.used()
+    assert bank.resident == {expert: slot for expert, slot in before.items() if expert != 0}, "1 never lost its slot"
+    assert bank.counters.early_bytes == bank.expert_bytes, "what was read of 6, and nothing of 7"
+    assert bank.counters.evictions == 1
+    check(bank)
+    reader.close()
+
+
+@given(
+    slots=st.integers(1, EXPERTS),
+    steps=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=4), st.lists(st.integers(0, 7), max_size=4))),
+)
+def test_guesses_leave_no_lie_and_lose_no_slot(
+    layer: Layer, slots: int, steps: list[tuple[list[int], list[int]]]
+) -> None:
+    bank = layer.bank(slots)
+    for guess, sequence in steps:
+        bank.expect(guess[:slots])
+        check(bank)
+        if sequence:
+            use(bank, sequence)
+            assert len(bank.resident) + len(bank._free) == slots
+    bank.await_early()
+    check(bank)
+    assert len(bank.resident) + len(bank._free) == slots
+    counters = bank.counters
+    assert 0 <= counters.early_useful_bytes <= counters.early_bytes
+    assert counters.evictions >= 0
+    bank._reader.close()
 
 
 def test_counters_count(layer: Layer) -> None:

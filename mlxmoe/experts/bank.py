@@ -1,26 +1,23 @@
 """The slots of one layer: which expert is where, filling, evicting, resizing. Knows nothing of models or pressure.
 
-A slot belongs to an expert only once all its bytes are there. The slots' memory is written in place through
-memoryviews; the arrays are never assigned to (MLX would copy or move them, and two banks would be alive at once). The
-layer's own module holds them, so that what computes and what is written to cannot be two different arrays.
+A slot belongs to an expert only once all its bytes are there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.checkpoint import ExpertTensor
 from mlxmoe.experts.policy import LRFU, plan_waves
-from mlxmoe.experts.reader import ExpertReader, Piece, Read
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from mlxmoe.experts.reader import ExpertReader, Read
+from mlxmoe.experts.slots import Home, SlotMemory
 
 EMPTY = -1
 
@@ -43,23 +40,28 @@ class BankCounters:
     unforeseen: int = 0
 
 
-class Home(NamedTuple):
-    """Where an expert array lives: the module that computes from it, which is a dict, and its name there."""
+class _Room(NamedTuple):
+    """A slot to read into. `victim`: who is there until the first byte is read, None in a free one; `last_call`: in
+    which call the victim was last used.
+    """
 
-    owner: dict[str, Any]
-    key: str
+    slot: int
+    victim: int | None = None
+    last_call: int = 0
 
-    @property
-    def array(self) -> mx.array:
-        return cast(mx.array, self.owner[self.key])
+
+class _Coming(NamedTuple):
+    """An expert that is being read."""
+
+    room: _Room
+    read: Read
 
 
 class ExpertBank:
-    """Room for `slots` of a layer's experts: for each expert tensor one array `[slots, ...]`, at its home.
+    """Room for `slots` of a layer's experts, all of them where None: then their arrays at `homes` hold them already.
 
-    `homes`: where the layer's stacked arrays `[experts, ...]` are. They are replaced, only their shapes and dtypes
-    are used; where `slots` is None they hold every expert already, and stay. `tensors`: where the bytes of each lie,
-    under the same names. `counters`: go on from these. `expert_bytes`: of one expert, all its tensors together.
+    `tensors`, `homes`: as SlotMemory has them. `counters`: go on from these. `expert_bytes`: of one expert, all its
+    tensors together.
     """
 
     def __init__(
@@ -70,41 +72,38 @@ class ExpertBank:
         reader: ExpertReader,
         counters: BankCounters | None = None,
     ) -> None:
-        assert tensors.keys() == homes.keys(), "every array has a place on disk"
-        self.num_experts: int = next(iter(homes.values())).array.shape[0]
-        assert slots is None or 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
-        self.slots = self.num_experts if slots is None else slots
+        self._memory = SlotMemory(tensors, homes, slots)
+        self.num_experts = self._memory.num_experts
+        self.expert_bytes = self._memory.expert_bytes
         self.counters = counters or BankCounters()
-        self._homes = dict(homes)
-        self._tensors = [tensors[name] for name in homes]
-        self.expert_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._reader = reader
         self._policy = LRFU()
         self._changing = True
-        self._views: list[list[memoryview]] = []
-        self._coming: dict[int, tuple[int, Read]] = {}  # experts being read: the slot, and the read
+        self._coming: dict[int, _Coming] = {}
         self._wanted: list[int] = []  # of the call under way
         self._free: list[int] = []
         self._guessed: frozenset[int] = frozenset()  # what the next call was expected to want
-        self._needed: set[int] = set()  # those of it whose slots may not be overwritten yet
-        if slots is not None:
-            for home in homes.values():
-                array = home.array
-                home.owner[home.key] = mx.zeros((slots, *array.shape[1:]), dtype=array.dtype)
+        self._begun = 0  # how many reads for the last guess that a call came for had begun by then
+        self._needed: set[int] = set()  # those of the wanted whose slots may not be overwritten yet
         self._recover()
         if slots is None:
             everyone = range(self.num_experts)
             self._hold(dict(zip(everyone, everyone, strict=True)), dict.fromkeys(everyone, 0))
 
     @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self._memory.slots
+
+    @property
     def arrays(self) -> dict[str, mx.array]:
         """The slots' memory: for each expert tensor one array `[slots, ...]`."""
-        return {name: home.array for name, home in self._homes.items()}
+        return self._memory.arrays
 
     @property
     def nbytes(self) -> int:
         """Bytes that the slots occupy, filled or not."""
-        return sum(home.array.nbytes for home in self._homes.values())
+        return self._memory.nbytes
 
     @property
     def resident(self) -> dict[int, int]:
@@ -186,21 +185,23 @@ class ExpertBank:
         if not self._make_room(len(missing)):
             return False
         slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
-        read = self._reader.start(self._pieces(missing, slots))
-        self._coming.update(zip(missing, ((slot, read) for slot in slots), strict=True))
+        read = self._reader.start(self._memory.pieces(missing, slots))
+        self._coming.update(zip(missing, (_Coming(_Room(slot), read) for slot in slots), strict=True))
         return True
 
     def arrive(self, wave: Sequence[int]) -> None:
         """Wait until every expert of `wave`, which was fetched, is in its slot. Raises CheckpointReadError."""
         arrived = [expert for expert in wave if expert in self._coming]
         for expert in arrived:
-            slot, read = self._coming[expert]
+            room, read = self._coming[expert]
             try:
                 read.wait()
             except CheckpointReadError:
                 if not read.early:
                     raise
-                self._reader.read(self._pieces([expert], [slot]))  # a guess costs a read at most, never a reply
+                self._reader.read(
+                    self._memory.pieces([expert], [room.slot])
+                )  # a guess costs a read at most, never a reply
             self.counters.bytes_read += 0 if read.early else self.expert_bytes
         self._settle_in(arrived)
 
@@ -218,24 +219,27 @@ class ExpertBank:
     def expect(self, experts: Iterable[int]) -> None:
         """Begin to read what is not here of `experts`, which the next call will probably want, the surest first.
 
-        As `fetch`, between two calls. What else reads slots must have been evaluated.
+        As `fetch`, between two calls. What else reads slots must have been evaluated. A slot is the victim's again
+        where no byte was read into it by the next call. At most one read more than last time was begun by then.
         """
         if self._changing:
             self._recover()
         self._changing = True
         guessed = dict.fromkeys(experts)
         self._needed, self._guessed = set(guessed), frozenset(guessed)
+        if self._coming:  # of a guess that no call came for
+            self._take_in()
         missing = [expert for expert in guessed if expert not in self._policy and expert not in self._coming]
-        self._make_room(len(missing))
-        for expert in missing[: len(self._free)]:
-            slot = self._free[-1]
+        rooms = self._lend(min(len(missing), self._begun + 1))
+        for expert in missing[: len(rooms)]:
             try:
-                read = self._reader.start(self._pieces([expert], [slot]), early=True)
+                read = self._reader.start(self._memory.pieces([expert], [rooms[0].slot]), early=True)
             except CheckpointReadError:
                 break  # whoever needs it will say so
-            self._free.pop()
-            self._coming[expert] = slot, read
+            self._coming[expert] = _Coming(rooms.popleft(), read)
             self.counters.early_bytes += self.expert_bytes
+        for room in rooms:
+            self._give_back(room)
         self._changing = False
 
     def await_early(self) -> None:
@@ -250,8 +254,8 @@ class ExpertBank:
     def resize(self, slots: int) -> None:
         """Have `slots` slots; the experts worth least lose theirs. Nothing unevaluated may read the arrays.
 
-        With a slot for each expert, expert n goes to slot n. One array is replaced after the other, so what is needed
-        beside the bank is one array. However this ends, no slot claims bytes that it does not hold.
+        With a slot for each expert, expert n goes to slot n. Needed beside the bank is one array. However this ends,
+        no slot claims bytes that it does not hold.
         """
         assert 1 <= slots <= self.num_experts, "a slot for nobody is wasted memory"
         self.await_early()
@@ -260,11 +264,7 @@ class ExpertBank:
         new = self._targets({expert: old[expert] for expert in kept}, slots)
         self._changing = True
         self._forget()
-        for home in self._homes.values():
-            self._views.clear()  # they keep the old arrays alive
-            home.owner[home.key] = _rows(home.array, {new[expert]: old[expert] for expert in kept}, slots)
-            mx.clear_cache()
-        self._bind()
+        self._memory.move({new[expert]: old[expert] for expert in kept}, slots)
         self._hold(new, {expert: last_calls[expert] for expert in kept})
         self._changing = False
 
@@ -279,7 +279,7 @@ class ExpertBank:
         slots = dict(zip(sorted(missing), sorted(self._free), strict=False))  # with room for all: n goes to slot n
         targets = {expert: slots[expert] for expert in missing}
         self._changing = True  # a read that is cut short may go on for a moment
-        self._reader.read(self._pieces(list(targets), list(targets.values())))
+        self._reader.read(self._memory.pieces(list(targets), list(targets.values())))
         self.counters.bytes_read += len(targets) * self.expert_bytes
         self._hold({**targets, **self.resident}, {**dict.fromkeys(targets, 0), **self._policy.last_calls})
         self._changing = False
@@ -292,28 +292,11 @@ class ExpertBank:
 
     def view(self, name: str, slot: int) -> memoryview:
         """The bytes of one tensor of one slot, writable."""
-        return self._views[list(self._homes).index(name)][slot]
-
-    def _bind(self) -> None:
-        """Take the arrays as they are at home: their number of slots, and a view of each."""
-        arrays = list(self.arrays.values())
-        mx.eval(arrays)
-        (self.slots,) = {array.shape[0] for array in arrays}
-        self._views = [_slot_views(array) for array in arrays]
-        for tensor, views in zip(self._tensors, self._views, strict=True):
-            assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
+        return self._memory.view(name, slot)
 
     def _recover(self) -> None:
-        """After an admit or a resize that was cut short: nothing it left behind can be relied on.
-
-        Arrays that it left longer than others are cut: kernels want them to have one number of slots.
-        """
-        count = min(home.array.shape[0] for home in self._homes.values())
-        for home in self._homes.values():
-            if home.array.shape[0] > count:
-                self._views.clear()
-                home.owner[home.key] = _rows(home.array, {}, count)
-        self._bind()
+        """After a call or a resize that was cut short: nothing it left behind can be relied on."""
+        self._memory.recover()
         self.clear()
 
     def _forget(self) -> None:
@@ -339,7 +322,13 @@ class ExpertBank:
 
     def _take_in(self) -> None:
         """See to what was read early: what has come or is needed stays, of the others no thread reads on."""
-        for expert, (slot, read) in list(self._coming.items()):
+        for expert, (room, read) in list(self._coming.items()):  # first: threads go on while others are dropped
+            if read.withdraw():
+                self.counters.early_bytes -= self.expert_bytes
+                del self._coming[expert]
+                self._give_back(room)
+        self._begun = len(self._coming)
+        for expert, (room, read) in list(self._coming.items()):
             needed = expert in self._needed
             if read.ready:
                 self._settle_in([expert])
@@ -347,15 +336,14 @@ class ExpertBank:
             elif needed and not read.failed:
                 read.hurry()
                 self.counters.early_useful_bytes += self.expert_bytes
-                continue
             else:
                 self.counters.early_bytes -= read.drop()
                 del self._coming[expert]
-                self._free.append(slot)
+                self._free.append(room.slot)
 
     def _settle_in(self, arrived: Sequence[int]) -> None:
         for expert in arrived:
-            self._slot_of[expert] = self._coming[expert][0]
+            self._slot_of[expert] = self._coming[expert].room.slot
         self._policy.admit(arrived)
         for expert in arrived:
             del self._coming[expert]
@@ -373,25 +361,21 @@ class ExpertBank:
         self.counters.evictions += short
         return True
 
-    def _pieces(self, experts: Sequence[int], slots: Sequence[int]) -> list[Piece]:
-        return [
-            Piece(tensor.files[expert], tensor.offsets[expert], views[slot])
-            for expert, slot in zip(experts, slots, strict=True)
-            for tensor, views in zip(self._tensors, self._views, strict=True)
-        ]
+    def _lend(self, count: int) -> deque[_Room]:
+        """At most `count` slots, free ones first, then of experts that are not needed; to be kept or given back."""
+        rooms = deque(map(_Room, self._free[:count]))
+        self._free = self._free[count:]
+        for victim, last_call in self._policy.evict(count - len(rooms), self._needed).items():
+            rooms.append(_Room(self._slot_of[victim], victim, last_call))
+            self._slot_of[victim] = EMPTY
+            self.counters.evictions += 1
+        return rooms
 
-
-def _slot_views(array: mx.array) -> list[memoryview]:
-    """The memory of each slot of an evaluated array `[slots, ...]`, as bytes."""
-    whole = memoryview(cast("Buffer", array))
-    assert whole.c_contiguous, "a fresh array is contiguous"
-    flat = whole.cast("B")
-    stride = flat.nbytes // array.shape[0]
-    return [flat[start : start + stride] for start in range(0, flat.nbytes, stride)]
-
-
-def _rows(array: mx.array, source: Mapping[int, int], count: int) -> mx.array:
-    """`count` rows, of which row `n` is row `source[n]` of `array`; what the others hold does not matter."""
-    rows = mx.take(array, mx.array([source.get(row, 0) for row in range(count)]), axis=0)
-    mx.eval(rows)
-    return rows
+    def _give_back(self, room: _Room) -> None:
+        """Nothing was read into it."""
+        if room.victim is None:
+            self._free.append(room.slot)
+            return
+        self._slot_of[room.victim] = room.slot
+        self._policy.admit([room.victim], room.last_call)
+        self.counters.evictions -= 1

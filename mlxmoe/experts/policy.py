@@ -65,11 +65,11 @@ class LRFU:
             for expert in experts[start : start + top_k]:
                 self._values[expert] += self._weight
 
-    def admit(self, experts: Iterable[int]) -> None:
-        """Let `experts`, which were in no slot, hold one that they were not used in yet."""
+    def admit(self, experts: Iterable[int], last_call: int = 0) -> None:
+        """Let `experts`, which were in no slot, hold one; `last_call`: in which they were last used, 0 in none."""
         for expert in experts:
             heappush(self._heap, (self._values[expert], expert))
-            self._last_call[expert] = 0
+            self._last_call[expert] = last_call
 
     def touch(self, experts: Iterable[int]) -> None:
         """Note that the call at hand uses `experts`; those that were in no slot are from now on."""
@@ -83,10 +83,13 @@ class LRFU:
         self._last_call = dict(last_calls)
         self._heap = sorted((self._values[expert], expert) for expert in last_calls)
 
-    def evict(self, count: int, keep: Container[int]) -> list[int]:
-        """Remove and return the `count` experts that are worth least among those that are not in `keep`, or all."""
+    def evict(self, count: int, keep: Container[int]) -> dict[int, int]:
+        """Remove the `count` experts that are worth least among those that are not in `keep`, or all of these.
+
+        Returns the call in which each was last used, the first to go first.
+        """
         heap, values = self._heap, self._values
-        victims: list[int] = []
+        victims: dict[int, int] = {}
         kept: list[tuple[float, int]] = []
         while heap and len(victims) < count:
             value, expert = heap[0]
@@ -96,8 +99,7 @@ class LRFU:
                 kept.append(heappop(heap))
             else:
                 heappop(heap)
-                del self._last_call[expert]
-                victims.append(expert)
+                victims[expert] = self._last_call.pop(expert)
         for entry in kept:
             heappush(heap, entry)
         return victims

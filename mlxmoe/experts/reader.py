@@ -22,6 +22,7 @@ from mlxmoe.errors import CheckpointReadError
 from mlxmoe.experts.safetensors import FileState
 
 READ_THREADS = 4  # parallel reads of 1-4 MB reach an SSD's rate with four threads
+EARLY_THREADS = 2  # of them at most for what nobody waits for yet: what they have begun delays what somebody does
 PIECE_BYTES = 4 * 2**20  # of one read: larger ones leave the other threads idle
 MOST_TARGETS = 512  # of one system call, which takes 1024 on Linux and macOS (IOV_MAX)
 ALONE_S = 0.5e-3  # what whoever waits reads alone in this time is not worth waking threads for
@@ -68,6 +69,7 @@ class Read:
         self.early = early
         self._queue = queue
         self._shared = shared  # with the reader's threads
+        self._count = len(runs)
         self.waiting = deque(runs)  # guarded by the queue's lock, as are the next four
         self.left = len(runs)
         self.running = 0  # in the reader's threads
@@ -87,6 +89,10 @@ class Read:
     def hurry(self) -> None:
         """It was started early, and is needed now."""
         self._queue.hurry(self)
+
+    def withdraw(self) -> bool:
+        """Drop it unless it has begun: then False, and nothing. Where True no target was or will be written to."""
+        return self._queue.withdraw(self, self._count)
 
     def wait(self) -> None:
         """Take part in the reading until it is done. Raises CheckpointReadError; then no thread writes any more."""
@@ -128,6 +134,7 @@ class _Queue:
         self.early: deque[Read] = deque()
         self.paths: dict[int, Path] = {}
         self.running = 0
+        self.running_early = 0  # of those, what was begun while nobody waited for it
         self.closed = False
         self.s_per_byte = 1e-9  # of one thread alone, lately
         self._preadv = preadv
@@ -163,6 +170,14 @@ class _Queue:
             read.waiting.clear()
             return unread
 
+    def withdraw(self, read: Read, runs: int) -> bool:
+        with self.lock:
+            if len(read.waiting) < runs:
+                return False
+            read.dropped = True
+            read.waiting.clear()
+            return True
+
     def wait_for(self, read: Read) -> None:
         """Until no thread works on `read`."""
         with self.lock:
@@ -186,7 +201,7 @@ class _Queue:
     def serve(self) -> None:
         """What a thread does: one run after the other, those that are waited for first."""
         while (taken := self._next()) is not None:
-            read, run = taken
+            read, run, early = taken
             error: BaseException | None = None
             try:
                 self.fill(run)
@@ -196,6 +211,7 @@ class _Queue:
             with self.lock:
                 read.running -= 1
                 self.running -= 1
+                self.running_early -= early
                 if error is None:
                     read.left -= 1
                 else:
@@ -228,16 +244,21 @@ class _Queue:
             if count:
                 targets[0] = targets[0][count:]
 
-    def _next(self) -> tuple[Read, _Run] | None:
+    def _next(self) -> tuple[Read, _Run, bool] | None:
+        """What a thread is to read next, and whether nobody waits for it yet. None once the queue is closed."""
         with self.lock:
             while not self.closed:
                 for reads in (self.demand, self.early):
+                    early = reads is self.early
+                    if early and self.running_early >= EARLY_THREADS:
+                        break  # those that read it go on with the rest
                     while reads:
                         read = reads[0]
                         if read.waiting:
                             read.running += 1
                             self.running += 1
-                            return read, read.waiting.popleft()
+                            self.running_early += early
+                            return read, read.waiting.popleft(), early
                         reads.popleft()
                 self.work.wait()
             return None

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlxmoe.experts.bank import Home
+from mlxmoe.experts.slots import Home
 
 SWITCH_TYPES = (SwitchGLU, SwitchMLP)
 LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
