@@ -43,8 +43,7 @@ from mlxmoe.session import Session
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
 from mlxmoe.tuned import TunedMachine
 from mlxmoe.tuning import ContextPlan, PlanReport, PrefillRow, TogetherPlan, TuneReport, TuneRow, plan, tune
-
-__version__ = "0.1.0"
+from mlxmoe.version import __version__
 
 __all__ = [
     "CheckpointError",

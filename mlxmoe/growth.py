@@ -30,9 +30,16 @@ KNOWN = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, SlidingWind
 Arrays = Mapping[str, mx.array]
 
 
-def kv_growth(model: nn.Module, make_caches: Callable[[nn.Module], list[Any]] = make_prompt_cache) -> KVBytes:
-    """What the caches that `make_caches` makes for `model` take after a prompt. Evaluates nothing."""
-    first = _after(model, make_caches(model), 1)
+def kv_growth(
+    model: nn.Module,
+    make_caches: Callable[[nn.Module], list[Any]] = make_prompt_cache,
+    after_one: Sequence[Any] | None = None,
+) -> KVBytes:
+    """What the caches that `make_caches` makes for `model` take after a prompt. Evaluates nothing.
+
+    `after_one`: such caches after a pass of one token, if there are any.
+    """
+    first = _after(model, make_caches(model), 1) if after_one is None else leaves_of(after_one)
     lengths = (1, *_telling_lengths(first))
     seen = [first, *(_after(model, make_caches(model), tokens) for tokens in lengths[1:])]
     fixed, step = 0, 0

@@ -1,4 +1,4 @@
-"""From a model folder to a model that computes from banks: plan, banks in place, trunk in memory, tokenizer.
+"""From a model folder to a model that computes from banks: plan, banks in place, trunk in memory, and a tokenizer.
 
 Expert weights are never materialised outside a slot: the experts' arrays of the lazy model are replaced by banks
 before anything is evaluated, and only then is the trunk read.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
+from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, RequestError, brief
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.lookahead import LookaheadMode
@@ -30,11 +32,9 @@ from mlxmoe.hub import Progress
 from mlxmoe.identity import FolderIdentity, ModelIdentity, source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.memory.plan import KVBytes, Plan, make_plan
+from mlxmoe.memory.plan import KVBytes, Plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
-from mlxmoe.transients import PrefillTransients
-from mlxmoe.transients.waiting import WaitingStates
 from mlxmoe.tuned import Tuning
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,10 @@ def load_folder(
     try:
         cache.start_streaming(plan.slots)
         cache.look_ahead(opened.model, lookahead)
-        _read_weights(opened.model, path, cache, lambda: identify().digest, warm, progress)
-        tokenizer = _load_tokenizer(path, opened.config, trust_remote_code)
+        with ThreadPoolExecutor(1, "mlxmoe-tokenizer") as beside:  # reading weights needs no Python
+            loading = beside.submit(_load_tokenizer, path, opened.config, trust_remote_code)
+            _read_weights(opened.model, path, cache, lambda: identify().digest, warm, progress)
+            tokenizer = loading.result()
     except BaseException:
         cache.close()
         raise
@@ -143,48 +145,16 @@ def _divide_as_tuned(opened: OpenedModel, tuning: Tuning | None, **asked: Any) -
 
     The machine may have less to give than when it was tuned: then with the experts that fit, and at last without it.
     """
-    room = PrefillRoom(opened)
-    if tuning is not None:
-        free = [name for name, value in asked.items() if value in (None, "auto")]
-        said: dict[str, Any] = {name: value for name, value in tuning.arguments.items() if name in free}
-        for choice in ([said] if "experts" in said else []) + [{**said, "experts": asked["experts"]}]:
-            try:
-                return divide_memory(opened, room, **{**asked, **choice}), tuning
-            except MemoryBudgetError as error:
-                logger.info("The tuning does not fit now with %s: %s", choice, error)
-    return divide_memory(opened, room, **asked), None
-
-
-def divide_memory(
-    opened: OpenedModel,
-    room: PrefillRoom,
-    *,
-    experts: int | float | str,
-    memory_bytes: int,
-    reserve_bytes: int = 0,
-    context: int | None = None,
-    chunk_tokens: int | None = None,
-) -> Plan:
-    """The plan that a model is loaded with. `room`: what its prefill takes.
-
-    `context`: tokens that must fit, None for the model's own or as much of it as fits. `chunk_tokens`: the most of a
-    prefill chunk. Raises MemoryBudgetError.
-    """
-    bound = None if opened.kv_choice.endless else opened.model_context
-    plan = make_plan(
-        opened.layers,
-        trunk_bytes=opened.trunk_bytes,
-        kv=opened.kv,
-        prefill=room.at_most,
-        resident_prefill=room.resident,
-        context=context,
-        model_context=bound,
-        experts=experts,
-        memory_bytes=memory_bytes,
-        reserve_bytes=reserve_bytes,
-        chunk_tokens=chunk_tokens,
-    )
-    return replace(plan, model_context=opened.model_context)
+    with PrefillRoom(opened) as room:
+        if tuning is not None:
+            free = [name for name, value in asked.items() if value in (None, "auto")]
+            said: dict[str, Any] = {name: value for name, value in tuning.arguments.items() if name in free}
+            for choice in ([said] if "experts" in said else []) + [{**said, "experts": asked["experts"]}]:
+                try:
+                    return divide_memory(opened, room, **{**asked, **choice}), tuning
+                except MemoryBudgetError as error:
+                    logger.info("The tuning does not fit now with %s: %s", choice, error)
+        return divide_memory(opened, room, **asked), None
 
 
 def _asked_context(path: Path, model_context: int | None, asked: int | None) -> int | None:
@@ -198,37 +168,6 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
             stacklevel=4,
         )
     return asked
-
-
-class PrefillRoom:
-    """Room for the activations of one prefill chunk, of its tokens and the context. Remembers what it computed.
-
-    Without a context: of a chunk after as many tokens as any later one attends to.
-    """
-
-    def __init__(self, opened: OpenedModel) -> None:
-        make_caches = opened.kv_choice.caches
-        half = {layer.path: max(layer.top_k, layer.num_experts // 2) for layer in opened.layers}
-        self._settled_tokens = opened.kv_choice.settled_tokens
-        waiting = WaitingStates(opened.model, opened.modules, make_caches)
-        self._half, self._resident = (
-            PrefillTransients(opened.model, opened.modules, opened.kv, slots, make_caches, waiting)
-            for slots in (half, None)
-        )
-
-    def resident(self, chunk_tokens: int, context: int | None) -> int:
-        """With all experts in memory."""
-        return self._of(self._resident, chunk_tokens, context)
-
-    def at_most(self, chunk_tokens: int, context: int | None) -> int:
-        """However the experts are resized: with half of them in slots or with all, whichever is more."""
-        return max(self.resident(chunk_tokens, context), self._of(self._half, chunk_tokens, context))
-
-    def _of(self, transients: PrefillTransients, chunk_tokens: int, context: int | None) -> int:
-        if context is None:
-            seen = -(-self._settled_tokens // chunk_tokens) * chunk_tokens
-            context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
-        return transients.of(chunk_tokens, context)
 
 
 def _read_weights(

@@ -6,6 +6,7 @@ evaluated. What of mlx-lm's building of models is relied on enters here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ _EXPERT_COUNT_KEYS = (
 class OpenedModel:
     """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path.
 
-    `kv`: what its caches take, as `kv_choice` makes them.
+    `shapes_digest`: of its weights' names, shapes and dtypes. `kv`: what its caches take, as `kv_choice` makes them.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class OpenedModel:
     modules: Mapping[str, nn.Module]
     layers: Sequence[MoeLayer]
     trunk_bytes: int
+    shapes_digest: str
     kv: KVBytes
     vocab_size: int
     model_context: int | None
@@ -67,6 +69,8 @@ def open_folder(
     _refuse_hidden_experts(path, config, modules)
     if adapter is not None:
         _apply_adapter(model, modules, adapter)
+    weights = _weights(model)
+    _refuse_wrong_dtypes(path, weights)
     try:
         context = _model_context(config)
         layers, kv, vocab, kv_choice = _probe(model, modules, kv_settings, context)
@@ -77,8 +81,10 @@ def open_folder(
             f"The {config['model_type']} model of {path}/config.json cannot compute: {type(error).__name__}: "
             f"{brief(error)}"
         ) from error
-    trunk_bytes = _trunk_bytes(model, layers)
-    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, kv, vocab, context, kv_choice)
+    trunk_bytes = sum(array.nbytes for array in weights.values()) - sum(layer.nbytes for layer in layers)
+    shapes = str([(name, array.shape, array.dtype) for name, array in weights.items()])
+    digest = hashlib.sha256(shapes.encode()).hexdigest()
+    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, digest, kv, vocab, context, kv_choice)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -110,7 +116,6 @@ def _build_lazily(path: Path, config: dict[str, Any], trust: bool) -> tuple[nn.M
         )
     with definition_errors(path, kind):
         model, config = load_model(path, lazy=True, strict=True, trust_remote_code=trust)
-    _refuse_wrong_dtypes(path, model)
     return model, config
 
 
@@ -139,17 +144,22 @@ def definition_errors(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_wrong_dtypes(path: Path, model: nn.Module) -> None:
+def _weights(model: nn.Module) -> dict[str, mx.array]:
+    """By name; looked at once, as there are many."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+
+
+def _refuse_wrong_dtypes(path: Path, weights: Mapping[str, mx.array]) -> None:
     """mlx-lm checks names and shapes only: a weight of another kind of number would compute nonsense."""
-    for name, module in model.named_modules():
-        weight = module.get("weight") if isinstance(module, dict) else None
-        if not isinstance(weight, mx.array):
+    for name, weight in weights.items():
+        module, _, own = name.rpartition(".")
+        if own != "weight":
             continue
-        packed = "scales" in module
+        packed = f"{module}.scales" in weights
         fits = weight.dtype == mx.uint32 if packed else mx.issubdtype(weight.dtype, mx.floating)
         if not fits:
             raise CheckpointError(
-                f"{path}: {name}.weight is stored as {_dtype_name(weight.dtype)}, but the config wants "
+                f"{path}: {name} is stored as {_dtype_name(weight.dtype)}, but the config wants "
                 f"{'uint32 (packed quantised)' if packed else 'floating point'} there."
             )
 
@@ -207,8 +217,9 @@ def _probe(
     """Each MoE layer's numbers, the KV cache's growth, the vocabulary, the caches: from passes never evaluated."""
     with Listening(dict(modules)) as heard:
         kv_choice = choose(model, kv_settings, context)
-        kv = kv_growth(model, kv_choice.caches)
-        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=kv_choice.caches(model))
+        caches = kv_choice.caches(model)
+        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+        kv = kv_growth(model, kv_choice.caches, caches)
     most = max(heard.top_k.values(), default=0)
     layers = []
     for path, module in modules.items():
@@ -217,8 +228,3 @@ def _probe(
         expert_bytes = sum(array.nbytes for array in arrays.values()) // num_experts
         layers.append(MoeLayer(path, num_experts, min(heard.top_k.get(path, most), num_experts), expert_bytes))
     return layers, kv, int(logits.shape[-1]), kv_choice
-
-
-def _trunk_bytes(model: nn.Module, layers: Sequence[MoeLayer]) -> int:
-    everything: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return everything - sum(layer.nbytes for layer in layers)

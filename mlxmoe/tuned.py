@@ -120,6 +120,10 @@ class TuningFolder:
             logger.warning("The tuning %s is ignored: %s. Make it anew: mlxmoe tune.", wanted, error)
             return None
 
+    def may_know(self, model: Path) -> bool:
+        """Whether there is a tuning of a model with the same config as the one in folder `model`."""
+        return bool(self._of_such(model))
+
     def forget(self, model: Path) -> int:
         """Remove the tunings of the model in folder `model`, of all machines; how many there were.
 
@@ -146,7 +150,8 @@ class TuningFolder:
 def find_tuning(model: FolderIdentity, reading: Reading, kv: KVSettings) -> Tuning | None:
     """The tuning that a load of `model` is to use on the machine that `reading` is of; the log names it."""
     try:
-        found = TuningFolder().find(model, this_machine(reading), kv)
+        folder = TuningFolder()
+        found = folder.find(model, this_machine(reading), kv) if folder.may_know(model.folder) else None
     except RequestError as error:  # of a user without a home folder
         logger.info("No tuning: %s", error)
         return None

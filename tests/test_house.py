@@ -20,12 +20,12 @@ FLOORS = [
     ["verify", "engine", "doctor"],
     ["session", "batch"],
     ["reply", "loading"],
-    ["tuned"],
+    ["tuned", "dividing"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
     ["memory", "keeping"],
-    ["errors", "beginning", "writing"],
+    ["errors", "beginning", "writing", "version"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mlxmoe import (
     PromptError,
     UnsupportedModelError,
     load,
+    loading,
 )
 
 
@@ -107,6 +109,31 @@ def test_a_bad_folder_is_refused_by_name(tiny: Path, tmp_path: Path, name: str, 
     with pytest.raises(error, match=says) as caught:
         load(folder, experts=experts)
     assert str(folder) in str(caught.value), "the message names the model"
+    assert threading.active_count() == threads
+
+
+def test_the_tokenizer_is_loaded_while_weights_are_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, threads = threading.Event(), threading.active_count()
+
+    def once_weights_are_read(*args: Any) -> Any:
+        assert read.wait(10), "nothing was read before it"
+        return load_tokenizer(*args)
+
+    load_tokenizer = loading._load_tokenizer
+    monkeypatch.setattr(loading, "_load_tokenizer", once_weights_are_read)
+    with load(tiny, progress=lambda stage, done, total: read.set()) as engine:
+        assert engine.generate("a", max_tokens=1)
+    assert threading.active_count() == threads
+
+
+def test_an_interrupt_while_weights_are_read_leaves_no_thread(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    threads = threading.active_count()
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda *args: time.sleep(0.2))
+    with pytest.raises(KeyboardInterrupt):
+        load(tiny, progress=interrupt)
     assert threading.active_count() == threads
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -143,20 +144,28 @@ def _loops(bench: Bench, engine: Engine) -> Row:
 
 
 def load_time(bench: Bench) -> Iterator[Row]:
-    """`load` against `mlx_lm.load`, each in processes of its own, by turns, the page cache warm."""
-    ratios, ours, stock = [], [], []
+    """`load` against `mlx_lm.load`, each in processes of its own, by turns, the page cache warm.
+
+    A model's first load on a machine has to find out what its prefill needs; later ones have that from the cache.
+    """
     fill_page_cache(bench.model)
+    times: dict[str, list[float]] = {"stock": [], "first": [], "later": []}
     for n in range(max(3, bench.repeats)):
         bench.say(f"load: {n + 1} of {max(3, bench.repeats)}")
-        times = {}
-        for kind in ("ours", "stock") if n % 2 == 0 else ("stock", "ours"):
-            with Child(kind=kind, model=str(bench.model), experts="all") as child:
-                times[kind] = child.load_s
-        ours.append(times["ours"])
-        stock.append(times["stock"])
-        ratios.append(times["ours"] / times["stock"])
-    details = {"ours_s": statistics.median(ours), "stock_s": statistics.median(stock)}
-    yield row_of("load", "load time to mlx-lm's, all resident", ratios, target=Target("<=", 1.1), details=details)
+        with TemporaryDirectory() as cache:
+            for what in ("stock", "first", "later") if n % 2 else ("first", "later", "stock"):
+                kind = "stock" if what == "stock" else "ours"
+                with Child(kind=kind, model=str(bench.model), experts="all", cache=cache) as child:
+                    times[what].append(child.load_s)
+    stock = times.pop("stock")
+    for what, ours in times.items():
+        yield row_of(
+            "load",
+            f"load time to mlx-lm's, all resident, {'a first' if what == 'first' else 'any later'} load of a model",
+            [a / b for a, b in zip(ours, stock, strict=True)],
+            target=Target("<=", 1.1) if what == "later" else None,
+            details={"ours_s": statistics.median(ours), "stock_s": statistics.median(stock)},
+        )
 
 
 # --- decode, the page cache warm ----------------------------------------------------------------------------

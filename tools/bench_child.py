@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +29,8 @@ class Child:
     """This file as a process that has loaded a model; a context manager. `load_s`: how long `load` took there.
 
     `task`: `kind` ("ours" or "stock") and `model`; for ours `experts`, `memory`, and `group`, the folder of its
-    control group. Raises ChildDiedError where the process dies.
+    control group; `cache`, a folder for what it would keep in the user's. Raises ChildDiedError where the process
+    dies.
     """
 
     def __init__(self, **task: Any) -> None:
@@ -37,6 +39,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "XDG_CACHE_HOME": task["cache"]} if "cache" in task else None,
             process_group=0,  # Ctrl-C is ours to hear; it ends when its input does
         )
         self.load_s = cast(float, self._answer())

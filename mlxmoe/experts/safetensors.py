@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxmoe.errors import CheckpointError
 
@@ -54,9 +54,8 @@ class FileState:
         return cls(stat.st_size, stat.st_mtime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One stored tensor. `offset`: where its data starts, in bytes from the start of `file`."""
+class TensorInfo(NamedTuple):
+    """One stored tensor. `offset`: where its data starts, in bytes from the start of `file`. There can be many."""
 
     name: str
     file: Path
@@ -158,15 +157,21 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     """Turn one header entry into a TensorInfo, or say what is wrong with it."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
-            type(size) is int and size >= 0 for size in shape
-        ):
-            pass
-        case _:
-            raise CheckpointError(f"{path}: the header's entry for {name} is malformed. Download it again.")
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [begin, end, *shape]
+    except (TypeError, KeyError, ValueError):
+        dtype, shape, numbers = None, None, []
+    # Large models have tens of thousands of tensors, so that a look at each in turn would take a second.
+    if (
+        type(dtype) is not str
+        or type(shape) is not list
+        or {*map(type, numbers)} != {int}
+        or min(shape, default=0) < 0
+    ):
+        raise CheckpointError(f"{path}: the header's entry for {name} is malformed. Download it again.")
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}, which is not known here.")
     nbytes = prod(shape) * ITEM_BYTES[dtype]

@@ -105,7 +105,8 @@ class PrefillTransients:
         kept = traced.left_out * max((step.kept_bytes for step in traced.steps), default=0)
         states = self._waiting.held(chunk, seen)
         more = states / traced.state_bytes - 1 if traced.state_bytes else 0.0
-        return peak.nbytes + round(peak.states_bytes * more) + kept + self._waiting.of(chunk, traced)
+        first = peak if not seen and not self._slots else None
+        return peak.nbytes + round(peak.states_bytes * more) + kept + self._waiting.of(chunk, traced, first)
 
     def _estimated(self, chunk: int, context: int) -> int:
         """Too much rather than too little: routed activations of the widest layer, and attention scores, twice."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import mlx.nn as nn
 
-from mlxmoe.transients.evaluation import peak_of
+from mlxmoe.transients.evaluation import Peak, peak_of
 from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, state_bytes, trace_chunk
 
 
@@ -34,23 +34,26 @@ class WaitingStates:
             self._held[chunk, seen] = state_bytes(self._model, self._modules, chunk, seen, self._make_caches)
         return self._held[chunk, seen]
 
-    def of(self, chunk: int, traced: TracedChunk) -> int:
-        """Bytes for the states of the layers that `traced`, a graph of `chunk` tokens, leaves out."""
+    def of(self, chunk: int, traced: TracedChunk, first: Peak | None) -> int:
+        """Bytes for the states of the layers that `traced`, a graph of `chunk` tokens, leaves out.
+
+        `first`: its peak, if it is of a text's first chunk with all experts in memory.
+        """
         left = count_states(self._make_caches(self._model)) - traced.state_caches
         if left <= 0:
             return 0
         if chunk not in self._each:
-            self._each[chunk] = self._simulated(chunk)
+            self._each[chunk] = self._simulated(chunk, None if first is None else (traced, first))
         return round(left * self._each[chunk])
 
-    def _simulated(self, chunk: int) -> float:
-        """Of one state."""
-        half, whole = (
-            trace_chunk(self._model, self._modules, {}, chunk, 0, self._make_caches, halved=halved)
-            for halved in (True, False)
-        )
+    def _simulated(self, chunk: int, known: tuple[TracedChunk, Peak] | None) -> float:
+        """Of one state. `known`: the graph of the whole, and its peak."""
+        whole, peak = known or self._at(chunk, halved=False)
+        half, half_peak = self._at(chunk, halved=True)
         more = whole.state_caches - half.state_caches
-        peaks = peak_of(half), peak_of(whole)
-        before, after = (peak.nbytes - peak.states_bytes for peak in peaks)
-        grown = after - before
+        grown = (peak.nbytes - peak.states_bytes) - (half_peak.nbytes - half_peak.states_bytes)
         return max(0, grown) / more if more else 0.0
+
+    def _at(self, chunk: int, *, halved: bool) -> tuple[TracedChunk, Peak]:
+        traced = trace_chunk(self._model, self._modules, {}, chunk, 0, self._make_caches, halved=halved)
+        return traced, peak_of(traced)

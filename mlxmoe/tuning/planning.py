@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxmoe.batch.shared import can_share
+from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.errors import (
     CheckpointError,
     MemoryBudgetError,
@@ -17,7 +18,6 @@ from mlxmoe.errors import (
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.experts.trace import Trace
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.plan import POOL_BYTES, Plan, expert_budget
 from mlxmoe.memory.sizes import format_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
@@ -147,22 +147,22 @@ def _rows(
     experts: int | float | str,
     unreadable: str | None,
 ) -> Iterator[ContextPlan]:
-    room = PrefillRoom(opened)
-    for context in lengths:
-        if why := _surely_too_much(context, opened, target, experts):
-            yield _does_not_fit(context, why)
-            continue
-        try:
-            division = divide_memory(
-                opened, room, experts=experts, memory_bytes=target.budget_bytes,
-                reserve_bytes=target.total_bytes - target.budget_bytes, context=context,
-            )  # fmt: skip
-        except MemoryBudgetError as error:
-            yield _does_not_fit(context, str(error))
-            continue
-        row = _row(context, division, work, curves, target.rates)
-        streams = division.bank_bytes < division.expert_bytes
-        yield _does_not_fit(context, unreadable) if unreadable and streams else row
+    with PrefillRoom(opened) as room:
+        for context in lengths:
+            if why := _surely_too_much(context, opened, target, experts):
+                yield _does_not_fit(context, why)
+                continue
+            try:
+                division = divide_memory(
+                    opened, room, experts=experts, memory_bytes=target.budget_bytes,
+                    reserve_bytes=target.total_bytes - target.budget_bytes, context=context,
+                )  # fmt: skip
+            except MemoryBudgetError as error:
+                yield _does_not_fit(context, str(error))
+                continue
+            row = _row(context, division, work, curves, target.rates)
+            streams = division.bank_bytes < division.expert_bytes
+            yield _does_not_fit(context, unreadable) if unreadable and streams else row
 
 
 def _default_contexts(bound: int | None, asked: _Asked) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
 from mlxmoe.engine import Engine, load
@@ -17,7 +18,6 @@ from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError, 
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.loading import PrefillRoom, divide_memory
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import CHUNK_TOKENS, Plan, replan
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
@@ -229,17 +229,18 @@ def _checked(goal: Goal | None, min_tps: float | None, budget: float | str) -> t
 
 def _points(opened: OpenedModel, lengths: list[int] | None, memory_bytes: int) -> tuple[list[Point], list[str]]:
     """For each context that fits, with the most slots; and why others do not. Raises MemoryBudgetError for none."""
-    room, points, notes = PrefillRoom(opened), [], []
+    points, notes = [], []
     bound = None if opened.kv_choice.endless else opened.model_context
     refused = None
-    for context in _default_contexts(bound) if lengths is None else lengths:
-        try:
-            plan = divide_memory(opened, room, experts="auto", memory_bytes=memory_bytes, context=context)
-        except MemoryBudgetError as error:
-            refused = error
-            notes.append(f"context {context} does not fit: {error}")
-        else:
-            points.append(Point(context, plan))
+    with PrefillRoom(opened) as room:
+        for context in _default_contexts(bound) if lengths is None else lengths:
+            try:
+                plan = divide_memory(opened, room, experts="auto", memory_bytes=memory_bytes, context=context)
+            except MemoryBudgetError as error:
+                refused = error
+                notes.append(f"context {context} does not fit: {error}")
+            else:
+                points.append(Point(context, plan))
     if not points:
         raise refused or MemoryBudgetError("No context fits.")
     return points, notes
