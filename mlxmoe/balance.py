@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, UnsupportedModelError
 from mlxmoe.experts.cache import ExpertCache
+from mlxmoe.memory.experts import divide_slots
 from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
-from mlxmoe.memory.plan import KVBytes, Plan, divide_slots, replan
+from mlxmoe.memory.plan import KVBytes, Plan, replan
 from mlxmoe.memory.reading import MemoryReader, Reading, usable_bytes
 from mlxmoe.memory.release import release_freed
 from mlxmoe.memory.sizes import format_bytes

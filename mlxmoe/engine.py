@@ -30,9 +30,10 @@ from mlxmoe.kv.choose import choose
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.kv.settings import KVSettings, checked
 from mlxmoe.loading import LoadedModel, load_folder
+from mlxmoe.memory.experts import expert_budget
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
-from mlxmoe.memory.plan import KVBytes, Plan, expert_budget
+from mlxmoe.memory.plan import KVBytes, Plan
 from mlxmoe.memory.reading import MemoryReader, Pressure, reserve_bytes, usable_bytes, working_set_bytes
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
@@ -392,7 +393,7 @@ class Engine:
             yield recording
 
     def keep_profile(self, trace: Trace) -> Path:
-        """Keep how often `trace` asked for each expert, for later loads of this model to fill their slots by.
+        """Keep, for later loads, how often `trace` asked for each expert and how a layer's hits grow with its slots.
 
         Returns the file, in the user's cache folder; one that was there before is replaced. Only this, and
         `mlxmoe profile`, which calls it, ever writes one. Raises RequestError for the trace of another model or of no

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,8 @@ from mlxmoe.hub import Progress
 from mlxmoe.identity import FolderIdentity, ModelIdentity, source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.memory.plan import KVBytes, Plan
+from mlxmoe.memory.experts import MoeLayer
+from mlxmoe.memory.plan import KVBytes, Plan, by_hit_rates
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.tuned import Tuning
@@ -83,9 +84,9 @@ def load_folder(
 ) -> LoadedModel:
     """Load the model in folder `path`, with as many expert slots as the plan for `memory_bytes` gives.
 
-    `warm`: with experts in all of them, the most used ones where the model's routing profile is known. `tuning`: what
-    is taken where `experts`, `context` and `chunk_tokens` say nothing, as far as it fits. `identity`: of this folder
-    with this adapter, where it may be known already.
+    `warm`: with experts in all of them; where the model's routing profile is known, with the slots where its layers
+    want them, and the most used experts in them. `tuning`: what is taken where `experts`, `context` and
+    `chunk_tokens` say nothing, as far as it fits. `identity`: of this folder with this adapter, where known already.
     Raises ModelError and its kin for a folder that cannot be used, MemoryBudgetError before anything large is read.
     """
     sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
@@ -109,9 +110,15 @@ def load_folder(
         )  # fmt: skip
     files = {**opened.checkpoint.files, **sources}
     identify = partial((identity or FolderIdentity(path, adapter)).of, files)
+    profile, layers = None, opened.layers
+    if warm and any(plan.slots[layer.path] < layer.num_experts for layer in layers):
+        profile = _kept_profile(layers, lambda: identify().digest)
+        if profile is not None and profile.hit_rates:
+            layers = tuple(profile.measured(layers))
+            plan = by_hit_rates(plan, layers)
     cache = ExpertCache(
         opened.modules,
-        opened.layers,
+        layers,
         lambda: locate_experts(opened.model, opened.modules, opened.checkpoint),
         ExpertReader(opened.checkpoint.files),
     )
@@ -120,7 +127,7 @@ def load_folder(
         cache.look_ahead(opened.model, lookahead)
         with ThreadPoolExecutor(1, "mlxmoe-tokenizer") as beside:  # reading weights needs no Python
             loading = beside.submit(_load_tokenizer, path, opened.config, trust_remote_code)
-            _read_weights(opened.model, path, cache, lambda: identify().digest, warm, progress)
+            _read_weights(opened.model, path, cache, progress, warm, profile)
             tokenizer = loading.result()
     except BaseException:
         cache.close()
@@ -174,14 +181,11 @@ def _read_weights(
     model: nn.Module,
     path: Path,
     cache: ExpertCache,
-    digest: Callable[[], str],
-    warm: bool,
     progress: Progress | None,
+    warm: bool,
+    profile: RoutingProfile | None,
 ) -> None:
-    """The trunk and the resident layers' experts into memory, and where `warm` the banks filled: one progress.
-
-    `digest`: of the model's content.
-    """
+    """The trunk and the resident layers' experts into memory, and where `warm` the banks filled: one progress."""
     banks = {id(array) for stream in cache.streams.values() for array in stream.bank.arrays.values()}
     arrays = [array for _, array in tree_flatten(model.parameters()) if id(array) not in banks]
     trunk_bytes = sum(array.nbytes for array in arrays)
@@ -193,12 +197,13 @@ def _read_weights(
 
     _read_trunk(model, arrays, path, tell)
     if warm and cache.streams:
-        cache.fill(_kept_profile(cache, digest), lambda done: tell(trunk_bytes + done))
+        cache.fill(profile, lambda done: tell(trunk_bytes + done))
 
 
-def _kept_profile(cache: ExpertCache, digest: Callable[[], str]) -> RoutingProfile | None:
+def _kept_profile(layers: Sequence[MoeLayer], digest: Callable[[], str]) -> RoutingProfile | None:
+    """`digest`: of the model's content."""
     try:
-        return ProfileFolder().find(cache.layers, digest)
+        return ProfileFolder().find(layers, digest)
     except RequestError as error:
         logger.info("No routing profile: %s", error)
         return None

@@ -25,7 +25,8 @@ from mlxmoe.experts.switch import Listening, expert_arrays, switch_modules
 from mlxmoe.growth import kv_growth
 from mlxmoe.kv.choose import KVChoice, choose
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.memory.plan import KVBytes, MoeLayer
+from mlxmoe.memory.experts import MoeLayer
+from mlxmoe.memory.plan import KVBytes
 
 # How the definitions' configs call the number of routed experts.
 _EXPERT_COUNT_KEYS = (

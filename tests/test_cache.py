@@ -17,7 +17,7 @@ from mlxmoe.decode import Decoder
 from mlxmoe.errors import CheckpointReadError, UnsupportedModelError
 from mlxmoe.experts.switch import switch_modules
 from mlxmoe.loading import LoadedModel, load_folder
-from mlxmoe.memory.plan import divide_slots
+from mlxmoe.memory.experts import divide_slots
 
 TOKENS = list(range(7, 47))
 WIDE = {**QWEN3_MOE, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32}

@@ -92,22 +92,6 @@ def test_a_chunk_of_prefill_is_cut_as_a_bank_cuts_it(tool: ModuleType) -> None:
         assert hits[0] >= 1, f"{name}: the last wave is in the bank"
 
 
-@given(rises=st.lists(st.lists(st.integers(0, 9), min_size=5, max_size=5), min_size=1, max_size=4), data=st.data())
-def test_slots_by_curves_spend_no_more_than_there_is(
-    tool: ModuleType, rises: list[list[int]], data: st.DataObject
-) -> None:
-    curves = [{TOP_K + step: sum(rise[:step]) for step in range(len(rise))} for rise in rises]
-    budget = data.draw(st.integers(TOP_K * len(curves), 6 * len(curves)))
-    slots = tool.divide(curves, budget)
-    assert sum(slots) == budget, "each step leads somewhere, so nothing is left over"
-    assert all(size in curve for size, curve in zip(slots, curves, strict=True))
-
-
-def test_slots_go_where_the_hits_are(tool: ModuleType) -> None:
-    flat, steep, late = {2: 0, 3: 0, 4: 0}, {2: 0, 3: 9, 4: 10}, {2: 0, 3: 0, 4: 12}
-    assert tool.divide([flat, steep, late], 9) == [2, 3, 4]
-
-
 def make_trace(folder: Path, name: str, seed: int) -> None:
     """40 tokens of 2 layers, each expert likelier the lower its number."""
     rng = np.random.default_rng(seed)
@@ -139,9 +123,24 @@ def test_the_tool_prints_tables_and_a_line_of_json(
 def test_the_tool_compares_slots_by_layer(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_trace(tmp_path, "one", 0)
+    for seed in range(2):
+        make_trace(tmp_path, f"model-{seed}", seed)
     tool.main([str(tmp_path), "--layers"])
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["gain"]) == {"1/8", "1/4", "1/2", "3/4"}
+    printed = capsys.readouterr().out
+    gains = json.loads(printed.splitlines()[-1])["gain"]
+    assert {(row["curves"], row["share"]) for row in gains} == {
+        (kind, share) for kind in ("first half", "other texts") for share in tool.LAYER_SHARES
+    }
+    assert "| model-1 | other texts | 7/8 |" in printed
+
+
+def test_slots_by_hits_are_judged_on_what_they_were_not_made_of(tool: ModuleType) -> None:
+    """Two layers, of which the first asks for two experts in turn and the second for eight: it wants the slots."""
+    layers = [[[n % 2] for n in range(64)], [[n % 8] for n in range(64)]]
+    trace = tool.Trace("one", 8, layers)
+    five = next(row for row in tool.compare_layers(trace, "", traces=[trace]) if row.share == "5/8")
+    assert (five.kind, five.by_curves) == ("first half", 1.0)
+    assert five.equal < 0.9
 
 
 def test_the_tool_says_when_there_is_nothing_to_compare(

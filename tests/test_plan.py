@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,18 +11,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
-from mlxmoe.memory.plan import KVBytes, MoeLayer, Rows, divide_slots, expert_budget, make_plan, replan
+from mlxmoe.memory.experts import MoeLayer, divide_slots, expert_budget
+from mlxmoe.memory.plan import KVBytes, Rows, by_hit_rates, make_plan, replan
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 
 @st.composite
 def model_layers(draw: st.DrawFn) -> list[MoeLayer]:
-    layers = []
+    """Of any sizes, their hits known or not."""
+    measured, layers = draw(st.booleans()), []
     for number in range(draw(st.integers(1, 6))):
         experts = draw(st.integers(1, 40))
-        layers.append(
-            MoeLayer(f"layers.{number}", experts, draw(st.integers(1, experts)), draw(st.integers(1, 1000)))
+        rates = (
+            sorted(draw(st.lists(st.floats(0, 1), min_size=experts + 1, max_size=experts + 1))) if measured else ()
         )
+        top_k, nbytes = draw(st.integers(1, experts)), draw(st.integers(1, 1000))
+        layers.append(MoeLayer(f"layers.{number}", experts, top_k, nbytes, tuple(rates)))
     return layers
 
 
@@ -49,6 +54,43 @@ def test_equal_layers_get_equal_shares(count: int, layers: int) -> None:
     assume(count * 1000 * layers // 2 >= layers * 1000)
     slots = divide_slots(count * 1000 * layers // 2, model).values()
     assert max(slots) - min(slots) <= 1
+
+
+def by_hits(budget: int, *hit_rates: tuple[float, ...], nbytes: Sequence[int] = (1, 1, 1)) -> list[int]:
+    """Slots of layers of four experts, two of them for each token."""
+    sizes = zip(nbytes, hit_rates, strict=False)
+    return list(divide_slots(budget, [MoeLayer(str(n), 4, 2, size, r) for n, (size, r) in enumerate(sizes)]).values())
+
+
+def test_slots_go_where_they_bring_most_hits() -> None:
+    flat, steep, late = (0, 0.1, 0.5, 0.5, 0.5), (0, 0.1, 0.5, 0.9, 1.0), (0, 0.1, 0.2, 0.2, 0.9)
+    assert by_hits(7, flat, steep, late) == [2, 3, 2], "one more: where it brings most at once"
+    assert by_hits(8, flat, steep, late) == [2, 3, 3], "the way to a rise that lies further off"
+    assert by_hits(9, flat, steep, late) == [2, 3, 4]
+    assert by_hits(11, flat, steep, late) == [3, 4, 4], "what brings no hit anywhere goes to the smallest share"
+    assert by_hits(26, steep, steep, nbytes=(1, 10)) == [4, 2], "as many hits of smaller experts cost less"
+
+
+def test_hits_decide_from_half_of_the_experts_on_and_where_all_are_known() -> None:
+    flat, steep = (0, 0.1, 0.5, 0.5, 0.5), (0, 0.1, 0.5, 0.9, 1.0)
+    eight = [MoeLayer(str(n), 8, 2, 1, (0, 0.1, *([rate] * 7))) for n, rate in enumerate((0.5, 0.6))]
+    eight[1] = dataclasses.replace(eight[1], hit_rates=(0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+    assert list(divide_slots(7, eight).values()) != [2, 5], "less than half: equal shares"
+    assert list(divide_slots(8, eight).values()) == [2, 6]
+    assert by_hits(6, flat, steep) == [2, 4]
+    assert by_hits(6, flat, ()) == [3, 3]
+
+
+def test_a_plan_keeps_its_bytes_when_hits_become_known() -> None:
+    made = plan(memory_bytes=23_000)
+    flat, steep = (0, 0.1, *[0.2] * 7), tuple(n / 8 for n in range(9))
+    layers = [dataclasses.replace(m, hit_rates=rates) for m, rates in zip(LAYERS, (steep, flat) * 2, strict=True)]
+    anew = by_hit_rates(made, layers)
+    assert anew == dataclasses.replace(made, slots=anew.slots)
+    assert list(made.slots.values()) == [5, 5, 5, 5]
+    assert list(anew.slots.values()) == [8, 2, 8, 2]
+    assert list(replan(anew, layers, "50%").slots.values()) == [8, 2, 4, 2]
+    assert list(replan(anew, layers, "25%").slots.values()) == [2, 2, 2, 2]
 
 
 LAYERS = [MoeLayer(f"layers.{n}", 8, 2, 1000) for n in range(4)]

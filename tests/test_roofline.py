@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_facts import CONFIGS, PUBLISHED, PublishedDecode
 
-from mlxmoe.memory.plan import Plan, divide_slots
+from mlxmoe.memory.experts import divide_slots
+from mlxmoe.memory.plan import Plan
 from mlxmoe.opening import open_folder
 from mlxmoe.tuning.outline import outlined
 from mlxmoe.tuning.roofline import Prompt, Rates, Step, curve_through, decode_s, default_hit_curve, prefill_s

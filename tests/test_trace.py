@@ -22,7 +22,7 @@ from tiny import QWEN3_MOE, make_tiny
 from mlxmoe import Engine, EngineClosedError, RequestError, SavedStateError, Trace, load, routing_stats
 from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.trace import NO_EXPERT, layer_numbers
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 
 PROMPT = list(range(7, 27))
 SHARED_TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"

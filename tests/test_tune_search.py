@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlxmoe.memory.plan import KVBytes, MoeLayer, Plan, make_plan, replan
+from mlxmoe.memory.experts import MoeLayer
+from mlxmoe.memory.plan import KVBytes, Plan, make_plan, replan
 from mlxmoe.tuning.fit import TimedStep, fit_rates
 from mlxmoe.tuning.roofline import Rates, Step, decode_s
 from mlxmoe.tuning.search import Decoded, Point, Search

@@ -15,11 +15,11 @@ from tiny import QWEN3_MOE, copy_folder, make_tiny
 
 from mlxmoe import CheckpointReadError, Engine, RequestError, Trace, load
 from mlxmoe.errors import SavedStateError
-from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
+from mlxmoe.experts.profile import CURVE_TOKENS, ProfileFolder, RoutingProfile
 from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.keeping import user_cache
 from mlxmoe.loading import load_folder
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 
 TOKENS = list(range(7, 27))
 LAYERS = tuple(f"model.layers.{n}.mlp.switch_mlp" for n in range(3))
@@ -76,6 +76,63 @@ def test_a_profile_of_its_own_text_has_every_expert_at_hand(tiny: Path) -> None:
     with load(tiny, experts="25%", lookahead=False) as engine:  # whose wrong guesses take slots
         engine.generate([11], max_tokens=1)
         assert (engine.stats().hits, engine.stats().misses) == (6, 0)
+
+
+def trace_that_wants_slots_in(busy: int, tokens: int = CURVE_TOKENS) -> Trace:
+    """Layer `busy` asks for its eight experts in turn, two a token, the others for two experts again and again."""
+    experts = np.tile(np.array([0, 1], np.uint16), (tokens, 3, 1))
+    experts[:, busy, 0] = np.arange(0, 2 * tokens, 2) % 8
+    experts[:, busy, 1] = np.arange(1, 2 * tokens + 1, 2) % 8
+    return Trace(experts, (8, 8, 8))
+
+
+def slots_of(engine: Engine) -> list[int]:
+    return [engine.plan.slots[path] for path in LAYERS]
+
+
+@pytest.mark.parametrize("busy", [0, 2])
+def test_with_a_profile_slots_are_where_the_layers_want_them_and_the_bits_the_same(tiny: Path, busy: int) -> None:
+    with load(tiny, experts="all") as engine:
+        whole = engine.logits(TOKENS)
+        reply = engine.generate([11], max_tokens=12)
+        engine.keep_profile(trace_that_wants_slots_in(busy))
+    with load(tiny, experts="50%") as engine:
+        assert slots_of(engine) == [8 if n == busy else 2 for n in range(3)]
+        assert mx.array_equal(engine.logits(TOKENS), whole)
+        engine.resize("34%")  # too few for hits to say anything
+        assert sorted(slots_of(engine)) == [2, 3, 3]
+        engine.resize("60%")
+        assert slots_of(engine) == [8 if n == busy else 3 for n in range(3)]
+        assert [layer.slots for layer in engine.stats().layers] == slots_of(engine)
+        assert mx.array_equal(engine.logits(TOKENS), whole)
+        assert engine.generate([11], max_tokens=12) == reply
+        engine.resize("all")
+        engine.resize("50%")
+        assert slots_of(engine) == [8 if n == busy else 2 for n in range(3)]
+        assert mx.array_equal(engine.logits(TOKENS), whole)
+    with load(tiny, experts="50%", warm=False) as engine:
+        assert slots_of(engine) == [4, 4, 4]
+    with load(tiny, experts="25%") as engine:
+        assert slots_of(engine) == [2, 2, 2]
+
+
+def test_a_short_profile_says_nothing_of_slots(tiny: Path) -> None:
+    with load(tiny, experts="all") as engine:
+        engine.keep_profile(trace_that_wants_slots_in(1, CURVE_TOKENS - 1))
+    with load(tiny, experts="50%") as engine:
+        assert slots_of(engine) == [4, 4, 4]
+
+
+def test_a_profile_without_hit_rates_still_fills_the_slots(tiny: Path) -> None:
+    """As they were written before there were any."""
+    with load(tiny, experts="all") as engine:
+        file = engine.keep_profile(trace_that_wants_slots_in(1))
+    stored = json.loads(file.read_text())
+    assert len(stored.pop("hit_rates")) == 3
+    file.write_text(json.dumps(stored))
+    with load(tiny, experts="50%") as engine:
+        assert slots_of(engine) == [4, 4, 4]
+        assert set(held(engine)[LAYERS[0]]) >= {0, 1}
 
 
 def test_progress_counts_what_fills_the_slots(tiny: Path) -> None:
@@ -149,6 +206,30 @@ def of_other_layers(file: Path) -> None:
     file.write_text(json.dumps(stored))
 
 
+def rates_that_fall(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    stored["hit_rates"] = {path: [0, 0.5, 0.4, *[0.6] * 6] for path in LAYERS}
+    file.write_text(json.dumps(stored))
+
+
+def rates_that_are_no_number(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    stored["hit_rates"] = {path: [float("nan")] * 9 for path in LAYERS}
+    file.write_text(json.dumps(stored))
+
+
+def rates_of_a_layer_only(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    stored["hit_rates"] = {LAYERS[0]: [0.5] * 9}
+    file.write_text(json.dumps(stored))
+
+
+def rates_that_are_too_few(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    stored["hit_rates"] = {path: [0.5] * 8 for path in LAYERS}
+    file.write_text(json.dumps(stored))
+
+
 def of_other_version(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
 
@@ -168,12 +249,24 @@ def counts_of_another_kind(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "counts": [1, 2]}))
 
 
+HARMS = [
+    tear,
+    set_count,
+    of_other_layers,
+    of_other_version,
+    of_other_model,
+    counts_of_another_kind,
+    rates_that_fall,
+    rates_that_are_no_number,
+    rates_of_a_layer_only,
+    rates_that_are_too_few,
+]
 OTHER_JSON = [other_json(text) for text in ("[]", "5", "null", '"abc"', "{}")]
 
 
 @pytest.mark.parametrize(
     "harm",
-    [tear, set_count, of_other_layers, of_other_version, of_other_model, counts_of_another_kind, *OTHER_JSON],
+    [*HARMS, *OTHER_JSON],
 )
 def test_a_profile_of_no_use_is_ignored_and_said(
     tiny: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -223,8 +316,8 @@ def test_what_is_no_profile_of_the_model_is_refused(tiny: Path, own_cache: Path)
             engine.keep_profile(Trace(np.zeros((1, 2, 1), np.uint16), (8, 8)))
         with pytest.raises(RequestError, match="no token"):
             engine.keep_profile(Trace(np.zeros((0, 3, 1), np.uint16), (8, 8, 8)))
-        own_cache.parent.parent.mkdir()
-        own_cache.parent.write_text("a file where the folder should be")
+        own_cache.parent.mkdir(parents=True, exist_ok=True)
+        own_cache.write_text("a file where the folder should be")
         with pytest.raises(SavedStateError, match="--no-save"):
             engine.keep_profile(trace_that_prefers([1]))
     with load(tiny, experts="50%"):

@@ -4,7 +4,7 @@ FOLDER holds traces: `.npz` with `experts` (uint16, `[tokens, moe_layers, top_k]
 the same number of slots, empty at first; a call is one token, cut into waves as a bank does it. The product's policy
 is the class that runs. `--tuned` names the traces that its parameters were chosen on; the others are held out.
 `--prefill N` hands over the first N tokens as one chunk and counts after it. `--sweep` compares LRFU's parameters.
-`--layers`: slots by each layer's own hit curve, taken from a trace's first half and judged on its second.
+`--layers`: slots by each layer's own hit curve, as the product divides them, beside the same share of every layer.
 
 Prints tables and then one line of JSON. Rates are hits of all experts that tokens asked for.
 """
@@ -27,6 +27,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mlxmoe.experts.policy import plan_waves
+from mlxmoe.experts.routing import routing_stats
+from mlxmoe.experts.trace import Trace as RecordedTrace
+from mlxmoe.memory.experts import MoeLayer, slots_by_hits
 
 SHARES = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "3/4": 3 / 4}
 
@@ -38,6 +41,12 @@ class Trace:
     name: str
     num_experts: int
     layers: Sequence[Tokens]
+
+    @property
+    def model(self) -> str:
+        """The name without the number of the text."""
+        stem, _, number = self.name.rpartition("-")
+        return stem if number.isdigit() else self.name
 
     @property
     def top_k(self) -> int:
@@ -84,7 +93,8 @@ def main(command: Sequence[str] | None = None) -> None:
     if unknown := set(arguments.tuned) - {trace.name for trace in traces}:
         parser.error(f"--tuned names traces that are not in the folder: {', '.join(sorted(unknown))}")
     if arguments.layers:
-        show_layers([row for rows in steps(traces, [""], compare_layers) for row in rows])
+        found = steps(traces, [""], partial(compare_layers, traces=traces))
+        show_layers([row for rows in found for row in rows])
         return
     policies = {BASE: POLICIES[BASE], **SWEEP, BOUND: POLICIES[BOUND]} if arguments.sweep else POLICIES
     rows = list(steps(traces, list(SHARES), partial(compare, policies=policies, prefill=arguments.prefill)))
@@ -193,76 +203,75 @@ def summary(policy: str, rows: Sequence[Row], held_out: Sequence[Row]) -> dict[s
 
 # --- slots of each layer ----------------------------------------------------------------------------------
 
+LAYER_SHARES = {"1/4": 1 / 4, "3/8": 3 / 8, "1/2": 1 / 2, "5/8": 5 / 8, "3/4": 3 / 4, "7/8": 7 / 8}
+
 
 @dataclass(frozen=True)
 class LayersRow:
-    """Hit rates in a trace's second half: equal slots, slots by the first half's curves, by the second's own."""
+    """Hit rates with as many slots: the same share of every layer, and divided by curves.
+
+    `kind`: whose curves: of a trace's first half, judged on its second; or of the model's other traces.
+    """
 
     trace: str
+    kind: str
     share: str
     equal: float
-    by_first_half: float
-    by_second_half: float
+    by_curves: float
 
 
-def compare_layers(trace: Trace, _: str) -> list[LayersRow]:
-    """One row for each share of the experts."""
-    half, step = len(trace.layers[0]) // 2, max(1, trace.num_experts // 32)
-    equals = {share: trace.slots(part) for share, part in SHARES.items()}
-    sizes = sorted({*equals.values(), *range(trace.top_k, trace.num_experts + 1, step)})
-    hits = [{size: replay(POLICIES[CHOSEN], layer, size) for size in sizes} for layer in trace.layers]
-    first = [{size: sum(found[:half]) for size, found in curve.items()} for curve in hits]
-    second = [{size: sum(found[half:]) for size, found in curve.items()} for curve in hits]
-    wanted = trace.top_k * (len(trace.layers[0]) - half) * len(trace.layers)
+def compare_layers(trace: Trace, _: str, *, traces: Sequence[Trace]) -> list[LayersRow]:
+    """One row for each share of the experts and kind of curves."""
+    tokens = len(trace.layers[0])
+    half = tokens // 2
+    others = [other for other in traces if other is not trace and other.model == trace.model]
+    kinds = {"first half": (hit_rates(trace, half), half)}
+    if others:
+        kinds["other texts"] = (np.mean([hit_rates(other) for other in others], axis=0).tolist(), 0)
+    replayed: dict[tuple[int, int], list[int]] = {}
 
-    def rate(slots: Sequence[int]) -> float:
-        return sum(curve[size] for curve, size in zip(second, slots, strict=True)) / wanted
+    def rate(slots: Sequence[int], start: int) -> float:
+        hits = 0
+        for place in enumerate(slots):
+            if place not in replayed:
+                replayed[place] = replay(POLICIES[CHOSEN], trace.layers[place[0]], place[1])
+            hits += sum(replayed[place][start:])
+        return hits / (trace.top_k * (tokens - start) * len(slots))
 
     rows = []
-    for share, equal in equals.items():
-        budget = equal * len(trace.layers)
-        rates = [
-            rate(slots) for slots in ([equal] * len(trace.layers), divide(first, budget), divide(second, budget))
-        ]
-        rows.append(LayersRow(trace.name, share, *rates))
+    for share, part in LAYER_SHARES.items():
+        equal = [max(trace.top_k, int(trace.num_experts * part))] * len(trace.layers)
+        for kind, (curves, start) in kinds.items():
+            layers = [
+                MoeLayer(str(number), trace.num_experts, trace.top_k, 1, tuple(curve))
+                for number, curve in enumerate(curves)
+            ]
+            by_curves = slots_by_hits(sum(equal), layers)
+            rates = rate(equal, start), rate([by_curves[layer.path] for layer in layers], start)
+            rows.append(LayersRow(trace.name, kind, share, *rates))
     return rows
 
 
-def divide(curves: Sequence[Mapping[int, int]], budget: int) -> list[int]:
-    """Slots of each layer, at most `budget` in all: always the step that brings most hits for a slot.
-
-    `curves[l]`: slots -> hits. A step may go over several sizes, so that a flat piece hides no rise behind it.
-    """
-    slots = [min(curve) for curve in curves]
-    left = budget - sum(slots)
-    while True:
-        steps = [
-            ((curve[size] - curve[slots[layer]]) / (size - slots[layer]), layer, size)
-            for layer, curve in enumerate(curves)
-            for size in curve
-            if 0 < size - slots[layer] <= left
-        ]
-        if not steps:
-            return slots
-        _, layer, size = max(steps, key=lambda step: (step[0], -step[2]))
-        left -= size - slots[layer]
-        slots[layer] = size
+def hit_rates(trace: Trace, tokens: int | None = None) -> list[tuple[float, ...]]:
+    """For each layer an LRU's by slots, over the first `tokens` or all, as a kept profile has them."""
+    experts = np.array(trace.layers, np.uint16).swapaxes(0, 1)[:tokens]
+    recorded = RecordedTrace(experts, (trace.num_experts,) * experts.shape[1])
+    return [layer.hit_rates for layer in routing_stats(recorded).layers]
 
 
 def show_layers(rows: Sequence[LayersRow]) -> None:
-    print("| trace | slots | equal | by the first half | by the second half |\n| --- | --- | ---: | ---: | ---: |")
+    print("| trace | curves of | slots | equal | by curves |\n| --- | --- | --- | ---: | ---: |")
     for row in rows:
-        rates = (row.equal, row.by_first_half, row.by_second_half)
-        print(f"| {row.trace} | {row.share} | {' | '.join(f'{100 * rate:.2f}' for rate in rates)} |")
-    gains = {
-        share: {
-            "held_out": mean(row.by_first_half - row.equal for row in rows if row.share == share),
-            "in_sample": mean(row.by_second_half - row.equal for row in rows if row.share == share),
-            "least": min(row.by_first_half - row.equal for row in rows if row.share == share),
-        }
-        for share in SHARES
-    }
-    print(json.dumps({"gain": gains}))
+        rates = f"{100 * row.equal:.2f} | {100 * row.by_curves:.2f}"
+        print(f"| {row.trace} | {row.kind} | {row.share} | {rates} |")
+    found = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        for share in LAYER_SHARES:
+            gains = [row.by_curves - row.equal for row in rows if (row.kind, row.share) == (kind, share)]
+            misses = [1 - row.equal for row in rows if (row.kind, row.share) == (kind, share)]
+            found.append({"curves": kind, "share": share, "gain": mean(gains), "least": min(gains)})
+            found[-1]["of_misses"] = mean(gains) / mean(misses)
+    print(json.dumps({"gain": found}))
 
 
 if __name__ == "__main__":

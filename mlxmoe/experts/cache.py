@@ -26,7 +26,7 @@ from mlxmoe.experts.reader import ExpertReader
 from mlxmoe.experts.recording import Recording, noting
 from mlxmoe.experts.safetensors import FileState
 from mlxmoe.experts.switch import Listening, expert_homes, mixed, settle
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 from mlxmoe.memory.release import release_freed
 
 Places = Mapping[str, Mapping[str, ExpertTensor]]  # module path -> array name -> where its experts lie

@@ -1,8 +1,8 @@
 """A model's routing profile: how often each expert was asked for, kept from one process to the next.
 
 One small file for each model, in the user's cache folder, written by `mlxmoe profile` alone: what is said to a model
-leaves no trace on disk unasked. It decides which experts a bank is filled with first, and so nothing but speed. Knows
-files, not MLX.
+leaves no trace on disk unasked. It decides how many slots each layer gets and which experts fill them first, and so
+nothing but speed. Knows files, not MLX.
 """
 
 from __future__ import annotations
@@ -11,43 +11,72 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
+from mlxmoe.experts.routing import routing_stats
 from mlxmoe.experts.trace import Trace
 from mlxmoe.keeping import NO_USE, keep, kept, user_cache
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 
 FORMAT = 1
+
+# Tokens for each layer, from which on its hits at every number of slots say something of other texts: the shortest
+# recordings that did (docs/notebook.md).
+CURVE_TOKENS = 256
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RoutingProfile:
-    """`model`: its name, for people. `digest`: of its content. `counts[path][e]`: uses of expert `e` of a layer."""
+    """`model`: its name, for people. `digest`: of its content. `counts[path][e]`: uses of expert `e` of a layer.
+
+    `hit_rates[path][n]`: share of a layer's uses that hit in an LRU of `n` slots, from none to one for each expert;
+    empty where too few tokens were seen. Raises ValueError for numbers that cannot be.
+    """
 
     model: str
     digest: str
     tokens: int
     counts: Mapping[str, Sequence[int]]
+    hit_rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = [count for counts in self.counts.values() for count in counts]
         if not all(type(count) is int and count >= 0 for count in [*numbers, self.tokens]):
             raise ValueError("a count is no whole number")
+        if self.hit_rates and self.hit_rates.keys() != self.counts.keys():
+            raise ValueError("its hit rates are of other layers")
+        for path, rates in self.hit_rates.items():
+            if len(rates) != len(self.counts[path]) + 1:
+                raise ValueError(f"{path} has {len(rates)} hit rates for {len(self.counts[path])} experts")
+            if not all(0 <= low <= high <= 1 for low, high in pairwise(rates)):
+                raise ValueError(f"the hit rates of {path} are no shares that rise")
 
     @classmethod
     def of(cls, trace: Trace, layers: Sequence[MoeLayer], *, model: str, digest: str) -> RoutingProfile:
         """Of what was recorded. Raises ValueError for the trace of a model with other layers."""
         if trace.num_experts != (shape := tuple(layer.num_experts for layer in layers)):
             raise ValueError(f"the trace is of layers with {trace.num_experts} experts, the model's have {shape}")
-        return cls(model, digest, trace.tokens, dict(zip((m.path for m in layers), trace.counts(), strict=True)))
+        paths, counts = [layer.path for layer in layers], trace.counts()
+        hit_rates = {}
+        if all(sum(uses) >= CURVE_TOKENS * layer.top_k for uses, layer in zip(counts, layers, strict=True)):
+            hit_rates = {
+                path: [round(rate, 6) for rate in layer.hit_rates]
+                for path, layer in zip(paths, routing_stats(trace).layers, strict=True)
+            }
+        return cls(model, digest, trace.tokens, dict(zip(paths, counts, strict=True)), hit_rates)
 
     def order(self, path: str) -> list[int]:
         """The experts of a layer, the most used first; those used equally often in their order."""
         counts = self.counts[path]
         return sorted(range(len(counts)), key=lambda expert: -counts[expert])
+
+    def measured(self, layers: Sequence[MoeLayer]) -> list[MoeLayer]:
+        """`layers` with what is known of their hits."""
+        return [replace(layer, hit_rates=tuple(self.hit_rates.get(layer.path, ()))) for layer in layers]
 
 
 class ProfileFolder:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mlxmoe.experts.switch import Passing, mixed
 from mlxmoe.experts.trace import NO_EXPERT, Trace, layer_numbers
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 
 MAX_TOKENS = 100_000  # of a recording: 77 MB for 48 layers of 8 experts a token
 

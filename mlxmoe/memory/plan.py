@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mlxmoe.errors import MemoryBudgetError
-from mlxmoe.memory.sizes import format_bytes, parse_bytes
+from mlxmoe.memory.experts import MoeLayer, divide_slots, expert_budget
+from mlxmoe.memory.sizes import format_bytes
 
 KV_STEP = 256  # tokens by which mlx-lm's caches grow
 CHUNK_TOKENS = (2048, 512, 128)  # of prefill at a time; the first is mlx-lm's own, for the same arithmetic
@@ -17,25 +17,6 @@ POOL_BYTES = 64 * 2**20  # freed buffers that MLX may keep for reuse, at least
 
 # (chunk tokens, context tokens or None for any number) -> bytes that a prefill's activations take
 Prefill = Callable[[int, int | None], int]
-
-
-@dataclass(frozen=True, slots=True)
-class MoeLayer:
-    """What the plan needs to know of one MoE layer's routed experts."""
-
-    path: str
-    num_experts: int
-    top_k: int
-    expert_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_experts * self.expert_bytes
-
-    @property
-    def floor_bytes(self) -> int:
-        """What one token needs at once."""
-        return self.top_k * self.expert_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,64 +120,6 @@ class Plan:
         return {**asdict(self), "total_bytes": self.total_bytes}
 
 
-def expert_budget(experts: int | float | str, layers: Sequence[MoeLayer], auto_bytes: int) -> int:
-    """The bytes that `experts=` grants the banks, at most all experts.
-
-    `experts`: `"auto"` (then `auto_bytes`), `"all"`, bytes, `"12GB"`, or a share (`0.25`, `"25%"`) of the experts'
-    bytes. Raises MemoryBudgetError for anything else and for less than one token's need.
-    """
-    total = sum(layer.nbytes for layer in layers)
-    floor = sum(layer.floor_bytes for layer in layers)
-    match experts:
-        case "auto":
-            budget = auto_bytes
-        case "all":
-            budget = total
-        case float() | str() if (share := _share(experts)) is not None:
-            if not 0 < share <= 1:
-                raise MemoryBudgetError(f"experts={experts!r} is no share: above 0 and at most 1, or 100%.")
-            budget = round(share * total)
-        case int() | str():
-            budget = parse_bytes(experts, "experts")
-        case _:
-            raise MemoryBudgetError(
-                f"experts={experts!r} is not an expert budget. Write 'auto', 'all', bytes, '12GB' or a share, '25%'."
-            )
-    if budget < floor:
-        top_ks = sorted({layer.top_k for layer in layers})
-        need = "-".join(str(k) for k in {top_ks[0]: 0, top_ks[-1]: 0})
-        raise MemoryBudgetError(
-            f"Expert budget is {format_bytes(budget)}, but one token needs {format_bytes(floor)} "
-            f"({need} experts x {len(layers)} layers). Raise experts= to {floor} bytes or "
-            f"{_percent_up(floor, total)}% or more."
-        )
-    return min(budget, total)
-
-
-def divide_slots(budget_bytes: int, layers: Sequence[MoeLayer]) -> dict[str, int]:
-    """Slots of each layer's bank: the same share of every layer, at least top_k, together within the budget.
-
-    What rounding leaves over goes to the layers with the smallest share, a slot each first.
-    """
-    total = sum(layer.nbytes for layer in layers)
-    slots = {
-        layer.path: min(layer.num_experts, max(layer.top_k, budget_bytes * layer.num_experts // total))
-        for layer in layers
-    }
-    room = budget_bytes - sum(slots[layer.path] * layer.expert_bytes for layer in layers)
-    by_share = sorted(layers, key=lambda layer: slots[layer.path] / layer.num_experts)
-    for layer in reversed(by_share):  # where floors took more than their share, the largest banks give it back
-        give = max(0, min(-(room // layer.expert_bytes), slots[layer.path] - layer.top_k))
-        slots[layer.path] -= give
-        room += give * layer.expert_bytes
-    for most in (1, max(layer.num_experts for layer in layers)):
-        for layer in by_share:
-            take = min(most, room // layer.expert_bytes, layer.num_experts - slots[layer.path])
-            slots[layer.path] += take
-            room -= take * layer.expert_bytes
-    return slots
-
-
 def make_plan(
     layers: Sequence[MoeLayer],
     *,
@@ -275,6 +198,12 @@ def replan(plan: Plan, layers: Sequence[MoeLayer], experts: int | float | str) -
             f"memory= or less context=."
         )
     slots = divide_slots(budget, layers) if budget < plan.expert_bytes else {m.path: m.num_experts for m in layers}
+    return replace(plan, bank_bytes=sum(slots[m.path] * m.expert_bytes for m in layers), slots=slots)
+
+
+def by_hit_rates(plan: Plan, layers: Sequence[MoeLayer]) -> Plan:
+    """`plan` with the bytes of its banks divided anew between `layers`, whose hit rates are known now."""
+    slots = divide_slots(plan.bank_bytes, layers)
     return replace(plan, bank_bytes=sum(slots[m.path] * m.expert_bytes for m in layers), slots=slots)
 
 
@@ -367,17 +296,3 @@ def _nearest(split: _Split, trunk_bytes: int, floor: int, memory_bytes: int, ins
         f"The least that would do is memory={-(-need // 10**6)}MB with experts='auto' and "
         f"context={split.context or KV_STEP}: give it more if the machine has more, or take a smaller model."
     )
-
-
-def _share(experts: float | str) -> float | None:
-    """`0.25`, `"0.25"` or `"25%"` as a fraction; None where it is no share at all."""
-    if isinstance(experts, float):
-        return experts
-    percent = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", experts)
-    if percent:
-        return float(percent[1]) / 100
-    return float(experts) if re.fullmatch(r"\s*0?\.[0-9]+\s*", experts) else None
-
-
-def _percent_up(part: int, whole: int) -> int:
-    return -(-100 * part // whole)

@@ -18,7 +18,8 @@ from mlxmoe.errors import (
 from mlxmoe.experts.places import locate_experts
 from mlxmoe.experts.trace import Trace
 from mlxmoe.kv.settings import KVSettings
-from mlxmoe.memory.plan import POOL_BYTES, Plan, expert_budget
+from mlxmoe.memory.experts import expert_budget
+from mlxmoe.memory.plan import POOL_BYTES, Plan
 from mlxmoe.memory.sizes import format_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.tuning.outline import Outline, outlined

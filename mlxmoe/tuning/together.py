@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlxmoe.errors import PlanError
-from mlxmoe.memory.plan import KV_STEP, Plan, divide_slots
+from mlxmoe.memory.experts import divide_slots
+from mlxmoe.memory.plan import KV_STEP, Plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.tuning.report import TOO_SLOW_TOKENS_PER_S, ContextPlan, TogetherPlan, Verdict, percent, rate_down
 from mlxmoe.tuning.roofline import HitCurve, Rates, decode_s

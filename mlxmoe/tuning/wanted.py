@@ -19,7 +19,7 @@ from pathlib import Path
 from mlxmoe.errors import PlanError
 from mlxmoe.experts.routing import routing_stats
 from mlxmoe.experts.trace import Trace
-from mlxmoe.memory.plan import MoeLayer
+from mlxmoe.memory.experts import MoeLayer
 from mlxmoe.tuning.roofline import HitCurve, curve_through
 
 # Texts in one step -> how many experts of a layer they want between them.
