@@ -21,8 +21,8 @@ from mlxmoe.cli.tune_plot import draw, refuse_without_matplotlib
 from mlxmoe.hub import Progress as LoadProgress
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.tuning.report import percent
+from mlxmoe.tuning.run import TuneProgress
 from mlxmoe.tuning.tuned_report import Goal
-from mlxmoe.tuning.tuner import TuneProgress
 from mlxmoe.tuning.tuner import forget as forget_tuning
 
 
@@ -199,5 +199,5 @@ def _cells(row: TuneRow, moe: bool, chosen: bool) -> list[str]:
         f"{row.full_tokens_per_s:.2f}" if row.tokens else "",
         "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.2f}",
         "" if row.first_token_s is None else f"{row.first_token_s:.1f} s",
-        "stopped: memory pressure" if row.pressure else "stopped: too long" if row.overrun else "",
+        "stopped: memory pressure" if row.pressure else "no time" if row.overrun else "",
     ]

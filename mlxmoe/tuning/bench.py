@@ -10,11 +10,8 @@ take longer than everything else. Caches that cannot be filled so are prefilled.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from pydoc_data.topics import topics
 from statistics import median
 from typing import Any
 
@@ -27,25 +24,29 @@ from mlxmoe.errors import MemoryBudgetError, MemoryPressureError
 from mlxmoe.kv.layers import leaves_of
 from mlxmoe.memory.guard import MemoryEvent
 from mlxmoe.memory.plan import KV_STEP
-from mlxmoe.sampling import Drawn, Sampler, SamplingSettings
+from mlxmoe.sampling import Sampled
+from mlxmoe.tuning.pace import PASSES, Pace
 from mlxmoe.tuning.search import Decoded, Point
+from mlxmoe.tuning.text import Reading, Text
 
 WORDS = "In the beginning there was a small village by the sea. Write a program that counts to ten, and explain why"
 SEED_TOKENS = 16
 SYNCS = 200  # of which the median is taken
 WARM_SHARE = 0.5  # of the time: the slots and the page cache settle
+TRIAL_SHARE = 0.2  # of the time that is left: what trying out a shorter context may take
 LEAST_TOKENS, MOST_TOKENS = 2, 96  # decoded at once
 
 
 class _OverrunError(Exception):
-    """What is measured would take too long."""
+    """What is measured would take longer than there is time for."""
 
 
 class EngineBench:
     """Measures `engine`, whose slots it changes. `events` is told by the engine's guard, from any thread.
 
     `bytes_from_disk`: what this process has had read from disks so far; None where the system does not tell.
-    `give_up_at`: by the clock, when what shows nothing yet is stopped.
+    `deadline`: by the clock, until when everything is to be over: nothing is begun that would take longer.
+    `read_bytes_per_s`: of the model's files, None where that is not known: what slots that are added are read with.
     """
 
     def __init__(
@@ -54,17 +55,20 @@ class EngineBench:
         events: Sequence[MemoryEvent],
         bytes_from_disk: Callable[[], int | None],
         clock: Callable[[], float] = time.perf_counter,
-        give_up_at: float = math.inf,
+        deadline: float = math.inf,
+        read_bytes_per_s: float | None = None,
     ) -> None:
         self._engine = engine
         self._events = events
         self._bytes_from_disk = bytes_from_disk
         self._clock = clock
-        self._give_up_at = give_up_at
+        self._deadline = deadline
+        self._read_bytes_per_s = read_bytes_per_s
+        self._pace = Pace()
         ids = list(engine.tokenizer.encode(WORDS))
         self._words = (ids * (SEED_TOKENS // max(1, len(ids)) + 1))[:SEED_TOKENS]
         self._seed: list[Any] | None = None  # the caches' states after the words
-        self._text = _Text(lambda piece: engine.tokenizer.encode(piece, add_special_tokens=False))
+        self._text = Text(lambda piece: engine.tokenizer.encode(piece, add_special_tokens=False))
 
     def sync(self) -> float:
         """Seconds that a host sync takes: to hand over almost nothing to compute, and to wait for it."""
@@ -97,16 +101,18 @@ class EngineBench:
     def decode(self, point: Point, seconds: float) -> Decoded:
         """Decode with the context of `point` full, for about `seconds`, and its expert budget.
 
-        What brings memory pressure, or would show nothing in time, is stopped: what was seen of it says so.
+        What brings memory pressure is stopped, and what would not be over by the deadline is not begun, or stopped
+        where that turns out on the way: what was seen of it says so.
         """
         before = len(self._events)
         start = self._clock()
         mx.clear_cache()  # the last context's cache: it is not to be in the way of larger banks
         try:
             if point.plan.expert_bytes:
-                self._engine.resize(point.plan.bank_bytes)
+                self._resize(point.plan.bank_bytes)
             after = tokens_after(point.context)
-            return self._steps(self._filled(point.context - after), after, start, seconds, before)
+            self._refuse_what_takes_too_long(point.context - after)
+            return self._measured(point.context - after, after, start, seconds, before)
         except (MemoryBudgetError, MemoryPressureError) as error:
             mx.clear_cache()
             return Decoded(pressure=str(error))
@@ -114,26 +120,51 @@ class EngineBench:
             mx.clear_cache()
             return Decoded(overrun=str(error))
 
-    def _steps(self, cache: list[Any], most: int, start: float, seconds: float, before: int) -> Decoded:
-        """`most`: tokens, with those that warm up."""
-        decoder = self._engine.decoder
-        stepping = decoder.generate(self._text.take(1), cache, _Reading(self._text))
-        warm_until = self._clock() + WARM_SHARE * max(0.0, seconds - (self._clock() - start))
-        for _ in range(max(1, most // 2)):
-            next(stepping)
-            self._refuse_overrun("decoding with it full")
-            if self._clock() >= warm_until:
+    def _resize(self, bank_bytes: int) -> None:
+        if self._read_bytes_per_s is not None:
+            more = max(0, bank_bytes - self._engine.plan.bank_bytes)
+            self._refuse_overrun("reading its experts may take", more / self._read_bytes_per_s)
+        self._engine.resize(bank_bytes)
+
+    def _refuse_what_takes_too_long(self, tokens: int) -> None:
+        """Raise _OverrunError where a context of `tokens` cannot be filled and decoded with before the deadline.
+
+        Where what was seen says too little of that many, shorter ones are tried: each takes some of the time at most.
+        """
+        if not self._pace.longest:
+            self._try_out(min(SEED_TOKENS, tokens))
+        while self._pace.needed_s(tokens) > self._left_s:
+            reached = min(tokens, self._pace.reach(TRIAL_SHARE * self._left_s))
+            if reached <= self._pace.longest:
                 break
+            self._try_out(reached)
+        self._refuse_overrun("filling it and decoding with it full may take", self._pace.needed_s(tokens))
+
+    def _try_out(self, tokens: int) -> None:
+        """See how long a context of `tokens` takes."""
+        start = self._clock()
+        cache = self._filled(tokens)
+        fill_s = self._clock() - start
+        stepping = self._engine.decoder.generate(self._text.take(1), cache, Reading(self._text))
+        _, *passes = [self._timed(stepping) for _ in range(PASSES)]
+        self._pace.note(tokens, fill_s, min(passes))
+        mx.clear_cache()
+
+    def _measured(self, tokens: int, most: int, start: float, seconds: float, before: int) -> Decoded:
+        """Decode after `tokens` at most `most` more, with those that warm up."""
+        filling = self._clock()
+        cache = self._filled(tokens)
+        fill_s = self._clock() - filling
+        stepping = self._engine.decoder.generate(self._text.take(1), cache, Reading(self._text))
+        self._warm_up(stepping, tokens, max(1, most // 2), WARM_SHARE * max(0.0, seconds - (self._clock() - start)))
         stats, disk, steps, found = self._engine.stats(), self._bytes_from_disk(), list[float](), None
         while len(steps) < max(LEAST_TOKENS, most // 2) and found is None:
-            begun = self._clock()
-            next(stepping)
-            steps.append(self._clock() - begun)
-            if len(steps) < LEAST_TOKENS:
-                self._refuse_overrun("decoding with it full")
+            steps.append(self._timed(stepping))
             found = pressed(self._events[before:])
-            if self._clock() - start >= seconds and len(steps) >= LEAST_TOKENS:
+            enough = self._clock() - start >= seconds and len(steps) >= LEAST_TOKENS
+            if enough or steps[-1] > self._left_s:
                 break
+        self._pace.note(tokens, fill_s, median(steps))
         after, disk_after = self._engine.stats(), self._bytes_from_disk()
         read = after.bytes_read + after.early_bytes - stats.bytes_read - stats.early_bytes
         return Decoded(
@@ -145,6 +176,20 @@ class EngineBench:
             pressure=found,
         )
 
+    def _warm_up(self, stepping: Iterator[Sampled], tokens: int, most: int, seconds: float) -> None:
+        """For `seconds`, `most` tokens at most: the slots and the page cache settle. Another token fits after it."""
+        until = self._clock() + seconds
+        for _ in range(most):
+            took = self._timed(stepping)
+            self._refuse_overrun("a token more may take", min(took, self._pace.pass_s(tokens)))
+            if self._clock() >= until:
+                return
+
+    def _timed(self, stepping: Iterator[Sampled]) -> float:
+        start = self._clock()
+        next(stepping)
+        return self._clock() - start
+
     def _filled(self, tokens: int) -> list[Any]:
         """The model's caches after `tokens`."""
         decoder = self._engine.decoder
@@ -153,19 +198,29 @@ class EngineBench:
         assert self._seed is not None, "seed() has just been called"
         cache = decoder.new_cache()
         leaves = leaves_of(cache)
+        start = self._clock()
         if all(type(leaf) in (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache) for leaf in leaves):
-            for leaf, state in zip(leaves, self._seed, strict=True):
+            for done, (leaf, state) in enumerate(zip(leaves, self._seed, strict=True)):
+                each_s = (self._clock() - start) / max(1, done)
+                self._refuse_overrun("filling its KV cache takes", (len(leaves) - done) * each_s)
                 leaf.state = _stretched(leaf, state, len(self._words), tokens)
                 mx.eval(leaf.state)
-                self._refuse_overrun("filling its KV cache")
         else:
-            for _ in decoder.prefill_steps(self._text.take(tokens), cache):
-                self._refuse_overrun("prefilling it")
+            done = 0
+            for seen in decoder.prefill_steps(self._text.take(tokens), cache):
+                each_s, start = (self._clock() - start) / (seen - done), self._clock()
+                done = seen
+                self._refuse_overrun("prefilling it takes", (tokens - done) * each_s)
         return cache
 
-    def _refuse_overrun(self, what: str) -> None:
-        if self._clock() >= self._give_up_at:
-            raise _OverrunError(f"{what} took more than there is time for")
+    @property
+    def _left_s(self) -> float:
+        return self._deadline - self._clock()
+
+    def _refuse_overrun(self, what: str, needed_s: float) -> None:
+        """Raise _OverrunError unless there are `needed_s` seconds left."""
+        if needed_s > (left := max(0.0, self._left_s)):
+            raise _OverrunError(f"{what} {needed_s:.1f} s, and {left:.1f} s were left")
 
 
 def tokens_after(context: int) -> int:
@@ -178,35 +233,6 @@ def pressed(events: Sequence[MemoryEvent]) -> str | None:
     told = [event for event in events if event.action in ("shrink", "restrict", "finish")]
     told += [event for event in events if event.action == "pressure" and event.pressure != "normal"]
     return told[0].text if told else None
-
-
-class _Text:
-    """Tokens without end: the help on Python's statements and types, some 100,000 of them before it begins again."""
-
-    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
-        self._encode = encode
-        self._tokens = self._read()
-
-    def take(self, count: int) -> list[int]:
-        return list(islice(self._tokens, count))
-
-    def _read(self) -> Iterator[int]:
-        while True:
-            for topic in topics.values():
-                for piece in re.findall(r"(?s).{1,400}(?:\s|$)", topic):  # transformers warns of longer ones
-                    yield from self._encode(piece)
-
-
-class _Reading(Sampler):
-    """Draws what a text says next, whatever the model would: each token takes the work of any other."""
-
-    def __init__(self, text: _Text) -> None:
-        super().__init__(SamplingSettings(seed=0))
-        self._text = text
-
-    def __call__(self, logits: mx.array, history: Sequence[int]) -> Drawn:
-        drawn = super().__call__(logits, history)
-        return drawn._replace(token=mx.array(self._text.take(1)[0], dtype=drawn.token.dtype))
 
 
 def _stretched(cache: Any, state: Any, seen: int, tokens: int) -> Any:

@@ -16,7 +16,6 @@ from mlxmoe.memory.plan import Plan
 SHARES = (1.0, 0.75, 0.5, 0.35)  # of what fits beside a context
 CLOSE = 0.9  # of the fastest: measured again, as chance may have decided
 MOST_REPEATS = 3  # of one configuration
-LEAST_SHARE = 0.5  # of the longest measurement's time: in less than that none begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Decoded:
 
     `read_bytes`: of experts, for misses and for guesses of the next layer's, from wherever they lay; `disk_bytes`: of
     these what came from the disk, None where the system does not tell. `pressure`: why it was stopped, if memory was
-    short. `overrun`: what took too long, if that stopped it before anything was seen.
+    short. `overrun`: why it was left out, if there was no time for it.
     """
 
     steps_s: tuple[float, ...] = ()
@@ -44,7 +43,6 @@ class Decoded:
             self.read_bytes + other.read_bytes,
             None if self.disk_bytes is None or other.disk_bytes is None else self.disk_bytes + other.disk_bytes,
             self.pressure or other.pressure,
-            self.overrun or other.overrun,
         )
 
     @property
@@ -81,7 +79,8 @@ class Bench(Protocol):
     """Where a configuration is measured."""
 
     def decode(self, point: Point, seconds: float) -> Decoded:
-        """Decode with the context full, for about `seconds`; a token at least. Raises KeyboardInterrupt."""
+        """Decode with the context full, for about `seconds`: a token at least, or `overrun` says why there is no
+        time for that. Raises KeyboardInterrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +123,24 @@ class Search:
         self._deadline = deadline
         self._tell = tell
         self._left = len(SHARES) + 4 * (len(most) - 1) + 4
-        self._longest_s = 0.0  # that a measurement took
 
     def run(self) -> bool:
-        """Measure; False where the time was up before all was seen. Raises KeyboardInterrupt."""
+        """Measure; False where there was no time for all of it: what was left out has a row that says so.
+
+        Raises KeyboardInterrupt.
+        """
+        complete = True
         for point in self._points():
             left = self._deadline - self._clock()
-            # The first is begun whatever it takes; a later one that would overrun is not.
-            if self.rows and left <= self._longest_s * LEAST_SHARE:
-                return False
-            self._tell(point)
-            start = self._clock()
-            decoded = self._bench.decode(point, max(0.0, left) / max(2, self._left))
-            self._longest_s = max(self._longest_s, self._clock() - start)
+            if left > 0:
+                self._tell(point)
+                decoded = self._bench.decode(point, left / max(2, self._left))
+            else:
+                decoded = Decoded(overrun="no time was left")
             self._left -= 1
+            complete = complete and decoded.overrun is None
             self._note(point, decoded)
-        return True
+        return complete
 
     def fastest(self, context: int) -> Measured | None:
         """Of those measured with `context`."""
@@ -165,13 +166,16 @@ class Search:
                 yield from self._again(most.context)
 
     def _new(self, most: Point, bank_bytes: int) -> Iterator[Point]:
-        """A configuration unless it was measured, or more of the memory than one that brought pressure."""
+        """A configuration unless it is known, or more of the memory than one that brought pressure, or of a context
+        that there is no time for."""
         plan = most.plan
         if plan.expert_bytes and bank_bytes < plan.bank_bytes:
             plan = self._with_budget(plan, max(self._floor_bytes, bank_bytes))
         known = any(row.point.context == most.context and row.point.plan.slots == plan.slots for row in self.rows)
         too_much = any(row.decoded.pressure and row.point.plan.total_bytes <= plan.total_bytes for row in self.rows)
-        if not known and not too_much:
+        same = [row.decoded.overrun for row in self.rows if row.point.context == most.context]
+        too_long = bool(same) and all(same)
+        if not known and not too_much and not too_long:
             yield Point(most.context, plan)
 
     def _around(self, most: Point) -> Iterator[Point]:
@@ -197,6 +201,8 @@ class Search:
     def _note(self, point: Point, decoded: Decoded) -> None:
         for number, row in enumerate(self.rows):
             if row.point is point:
+                if decoded.overrun is not None:  # what was seen of it before holds
+                    return
                 self.rows[number] = replace(row, decoded=row.decoded + decoded, repeats=row.repeats + 1)
                 return
         self.rows.append(Measured(point, decoded))

@@ -27,7 +27,7 @@ class TuneRow:
     `tokens`: that were measured. `hit_rate`: measured, None without experts that stream. `predicted_tokens_per_s`: by
     the model of speed with the report's `rates`. `first_token_s`: predicted, of a prompt that fills the context; None
     where no prefill was measured. `pressure`: what the memory guard said, if that stopped it: then it is no choice.
-    `overrun`: what took longer than there was time for, if that stopped it.
+    `overrun`: why there was no time for it, if it was left out.
     """
 
     context: int
@@ -157,8 +157,9 @@ def choose(rows: Sequence[TuneRow], goal: Goal, least: float | None) -> TuneRow 
 
 
 def is_most(row: TuneRow, rows: Sequence[TuneRow]) -> bool:
-    """Whether no row of the same context has more slots: then what fits is best, and no budget need be named."""
-    return all(o.plan.bank_bytes <= row.plan.bank_bytes for o in rows if o.context == row.context)
+    """Whether nothing seen of the same context has more slots: then what fits is best, and none need be named."""
+    seen = [other for other in rows if other.context == row.context and other.overrun is None]
+    return all(other.plan.bank_bytes <= row.plan.bank_bytes for other in seen)
 
 
 def pareto(rows: Sequence[TuneRow]) -> list[TuneRow]:
@@ -176,8 +177,7 @@ def explain(rows: Sequence[TuneRow], chosen: TuneRow | None, least: float | None
     for row in rows:
         if row.pressure is not None:
             yield f"{_name(row)} was stopped: {row.pressure}"
-        elif row.overrun is not None:
-            yield f"{_name(row)} was not measured: {row.overrun}. Give it a longer budget, or a shorter context"
+    yield from _left_out(rows)
     if chosen is None:
         if usable:
             top = max(usable, key=lambda row: row.full_tokens_per_s)
@@ -198,6 +198,16 @@ def explain(rows: Sequence[TuneRow], chosen: TuneRow | None, least: float | None
         row = _best_of(rows, context)
         change = row.full_tokens_per_s / chosen.full_tokens_per_s - 1
         yield f"{_name(row)} decodes {row.full_tokens_per_s:.2f} tokens/s, {change:+.0%}."
+
+
+def _left_out(rows: Sequence[TuneRow]) -> Iterator[str]:
+    """Why there was no time for rows: of contexts of which nothing was seen one by one, the most slots of each."""
+    left, seen = [row for row in rows if row.overrun is not None], {r.context for r in rows if r.overrun is None}
+    for context in sorted({row.context for row in left} - seen):
+        row = max((row for row in left if row.context == context), key=lambda row: row.plan.bank_bytes)
+        yield f"{_name(row)} was not measured: {row.overrun}. Give it a longer budget, or a shorter context"
+    if others := [_name(row) for row in left if row.context in seen]:
+        yield f"There was no time left for {'; '.join(others)}"
 
 
 def _best_of(rows: Sequence[TuneRow], context: int) -> TuneRow:

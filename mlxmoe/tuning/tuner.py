@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
-from mlxmoe.engine import Engine, load
-from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, RequestError, SavedStateError
+from mlxmoe.engine import load
+from mlxmoe.errors import MemoryBudgetError, RequestError, SavedStateError
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.guard import MemoryEvent
-from mlxmoe.memory.plan import CHUNK_TOKENS, Plan, replan
+from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
-from mlxmoe.memory.sizes import format_bytes, parse_bytes, parse_tokens
+from mlxmoe.memory.sizes import parse_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.tuned import Tuning, TuningFolder, this_machine
-from mlxmoe.tuning.bench import MOST_TOKENS, EngineBench
+from mlxmoe.tuning.bench import MOST_TOKENS
 from mlxmoe.tuning.planning import CONTEXTS
 from mlxmoe.tuning.rows import predicted_rows
-from mlxmoe.tuning.search import Point, Search
+from mlxmoe.tuning.run import Run, TuneProgress
+from mlxmoe.tuning.search import Point
 from mlxmoe.tuning.tuned_report import GOALS, Goal, PrefillRow, TuneReport, TuneRow, choose, explain, is_most
 from mlxmoe.tuning.workload import Workload
 
 LEAST_BUDGET_S = 5.0
-PREFILL_SHARE = 0.1  # of the time that is left: what a chunk may be expected to take
 READ_SHARE = 0.05  # of the whole time, for the read rate
-OVERRUN = 2.0  # of the whole time: what is under way by then and shows nothing yet is stopped
 CHUNK_GAIN = 0.1  # by which a smaller chunk must be faster than mlx-lm's own to be recommended
-
-# (seconds gone, seconds in all, what is measured now)
-TuneProgress = Callable[[float, float, str], None]
 
 
 def tune(
@@ -64,8 +58,8 @@ def tune(
     - `goal`: "speed" (the fastest), "context" (the longest that is not too slow) or "balanced" (the longest that
       keeps three quarters of the fastest's speed). `min_tps`: the longest context that keeps so many tokens/s;
       together with a goal, what that may choose from.
-    - `budget`: for measuring, seconds or "5m"; loading is not in it. What is under way when it ends is finished,
-      unless that takes as long again: then it is skipped, and named.
+    - `budget`: for measuring, seconds or "5m"; loading is not in it. What would not be over by then is not begun: it
+      is a row without figures, which says why it was left out.
     - `contexts`: tokens, or "32k"; by default some up to the model's own.
     - `save`: in a file of the user's cache folder, which `load` of this model on this machine looks for.
     - `progress(done_s, total_s, what)`: called before each measurement. `load_progress`: as `progress` of `load`.
@@ -92,7 +86,7 @@ def tune(
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with engine:
-        run = Run(engine, opened, points, events, budget_s, progress)
+        run = Run(engine, opened, points, events, budget_s, progress, None if rate is None else rate.bytes_per_s)
         run.measure()
     work = Workload.of(opened)
     rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
@@ -117,85 +111,12 @@ def tune(
         context=None if best is None or longer else best.context,
         chunk_tokens=_better_chunk(run.prefill, best.plan) if best else None,
         reasons=tuple(explain(rows, best, min_tps)),
-        notes=(*notes, *_too_early(longer), *_notes(run, opened, len(rows), budget_s)),
+        notes=(*notes, *_too_early(longer), *_notes(run, opened, sum(row.tokens > 0 for row in rows), budget_s)),
         ended=run.ended,
         seconds=run.seconds,
         saved=None,
     )
     return _saved(report, folder) if save and best is not None else report
-
-
-class Run:
-    """The measurements on one loaded engine. `ended`: how they did; `seconds`: what they took. `sync_s`: of a host
-    sync."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        opened: OpenedModel,
-        points: Sequence[Point],
-        events: Sequence[MemoryEvent],
-        budget_s: float,
-        progress: TuneProgress | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.prefill: list[PrefillRow] = []
-        self.sync_s = 0.0
-        self.ended: Literal["complete", "time", "interrupted"] = "complete"
-        self._clock = clock
-        self._start = clock()
-        self._budget_s = budget_s
-        self._progress = progress
-        self._bench = EngineBench(engine, events, Machine().bytes_from_disk, clock, self._start + OVERRUN * budget_s)
-        self._most = engine.plan.chunk_tokens
-        self._context = engine.plan.context or self._most + 1
-        layers = opened.layers
-        self.search = Search(
-            points,
-            lambda plan, nbytes: replan(plan, layers, nbytes),
-            sum(layer.floor_bytes for layer in layers),
-            self._bench,
-            clock=clock,
-            deadline=self._start + budget_s,
-            tell=self._tell_point,
-        )
-
-    @property
-    def seconds(self) -> float:
-        return self._clock() - self._start
-
-    def measure(self) -> None:
-        """All that there is time for. Raises KeyboardInterrupt where that came before anything was measured."""
-        try:
-            self.sync_s = self._bench.sync()
-            with suppress(MemoryPressureError):  # then decode is still to be tried, with fewer slots
-                self._measure_prefill()
-            self.ended = "complete" if self.search.run() else "time"
-        except KeyboardInterrupt:
-            if not any(row.usable for row in self.search.rows):
-                raise
-            self.ended = "interrupted"
-
-    def _measure_prefill(self) -> None:
-        """Chunks of the sizes that a plan chooses from, the small ones first: they tell what a larger one takes."""
-        self._tell("the first words")
-        each_s = self._bench.seed()
-        sizes = {min(tokens, self._most, self._context - 1) for tokens in CHUNK_TOKENS}
-        for tokens in sorted(size for size in sizes if size > 0):
-            if each_s * tokens > PREFILL_SHARE * (self._budget_s - self.seconds):
-                return
-            self._tell(f"a prompt of {tokens} tokens")
-            seconds = self._bench.prefill(tokens)
-            each_s = min(each_s, seconds / tokens)
-            self.prefill.append(PrefillRow(tokens, tokens / seconds))
-
-    def _tell_point(self, point: Point) -> None:
-        experts = f", {format_bytes(point.plan.bank_bytes)} of experts" if point.plan.expert_bytes else ""
-        self._tell(f"context {point.context}{experts}")
-
-    def _tell(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(min(self.seconds, self._budget_s), self._budget_s, what)
 
 
 def parse_duration(duration: float | str) -> float:
@@ -272,15 +193,15 @@ def _better_chunk(prefill: Sequence[PrefillRow], plan: Plan) -> int | None:
 
 
 def unmeasured(points: Sequence[Point], rows: Sequence[TuneRow], best: TuneRow) -> list[int]:
-    """The contexts that fit, are longer than the best measured one, and were never tried."""
-    tried = {row.context for row in rows}
+    """The contexts that fit, are longer than the best measured one, and of which nothing was seen."""
+    tried = {row.context for row in rows if row.overrun is None}
     return [point.context for point in points if point.context > best.context and point.context not in tried]
 
 
 def _too_early(longer: Sequence[int]) -> Iterator[str]:
     if longer:
         yield (
-            f"no context is named: {', '.join(map(str, longer))} were not reached, and may be as fast. A longer "
+            f"no context is named: {', '.join(map(str, longer))} were not reached, and may be fast enough. A longer "
             f"budget, or fewer contexts, would tell"
         )
 
@@ -288,7 +209,8 @@ def _too_early(longer: Sequence[int]) -> Iterator[str]:
 def _notes(run: Run, opened: OpenedModel, rows: int, budget_s: float) -> Iterator[str]:
     if run.ended != "complete":
         why = "Ctrl-C" if run.ended == "interrupted" else f"The budget of {budget_s:.0f} s"
-        yield f"{why} ended the measuring after {rows} configurations, which are kept: others may be better"
+        measured = f"after {rows} configuration{'' if rows == 1 else 's'}, which {'is' if rows == 1 else 'are'} kept"
+        yield f"{why} ended the measuring {measured if rows else 'before there was any'}: others may be better"
     yield (
         f"measured: decoding at the end of a full context (its last {MOST_TOKENS} tokens, or its last quarter), "
         f"filled with the same few words over and over; what is decoded is English and code, Python's own help"
