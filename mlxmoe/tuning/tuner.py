@@ -85,8 +85,9 @@ def tune(
         sinks=sinks, kv_bits=kv_bits, tuned=False, on_memory=events.append, progress=load_progress,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    read_s, read_per_s = (0.0, None) if rate is None else (rate.seconds, rate.bytes_per_s)
     with engine:
-        run = Run(engine, opened, points, events, budget_s, progress, None if rate is None else rate.bytes_per_s)
+        run = Run(engine, opened, points, events, budget_s - read_s, progress, read_per_s)
         run.measure()
     work = Workload.of(opened)
     rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
@@ -104,7 +105,7 @@ def tune(
         prefill=tuple(run.prefill),
         rates=rates,
         sync_s=run.sync_s,
-        read_bytes_per_s=None if rate is None else rate.bytes_per_s,
+        read_bytes_per_s=read_per_s,
         read_cold=rate is not None and rate.cold,
         recommended=best,
         experts=None if best is None or is_most(best, rows) else best.plan.bank_bytes,
@@ -113,7 +114,7 @@ def tune(
         reasons=tuple(explain(rows, best, min_tps)),
         notes=(*notes, *_too_early(longer), *_notes(run, opened, sum(row.tokens > 0 for row in rows), budget_s)),
         ended=run.ended,
-        seconds=run.seconds,
+        seconds=read_s + run.seconds,
         saved=None,
     )
     return _saved(report, folder) if save and best is not None else report
