@@ -28,6 +28,7 @@ from mlxmoe.tuned import TunedMachine, Tuning, TuningFolder, this_machine
 from mlxmoe.tuning import tuner
 from mlxmoe.tuning.bench import EngineBench, _stretched, pressed
 from mlxmoe.tuning.fit import TimedStep, fit_rates
+from mlxmoe.tuning.pace import Pace
 from mlxmoe.tuning.roofline import Step, decode_s
 from mlxmoe.tuning.search import Decoded
 from mlxmoe.tuning.tuner import forget, parse_duration
@@ -400,25 +401,26 @@ def test_the_picture_needs_its_extra(tiny: Path, tmp_path: Path, quick_tuning: N
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])  # a cache that is filled, one that is prefilled
-def test_what_would_show_nothing_in_time_is_stopped_and_says_so(name: str, tmp_path: Path) -> None:
+def test_without_time_nothing_is_begun_and_it_says_so(name: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model", DEFINITIONS[name])
     with load(folder) as engine:
-        bench, point = EngineBench(engine, [], lambda: None, give_up_at=0), tuner.Point(200, engine.plan)
-        seen = bench.decode(point, 1.0)
-        bench._filled = lambda tokens: engine.decoder.new_cache()  # type: ignore[method-assign]
-        stuck = bench.decode(point, 1.0)
-    what = "filling its KV cache" if name == "qwen3_moe" else "prefilling it"
-    assert (seen.tokens, seen.overrun) == (0, f"{what} took more than there is time for")
-    assert (stuck.tokens, stuck.overrun) == (0, "decoding with it full took more than there is time for")
+        bench = EngineBench(engine, [], lambda: None, deadline=0)
+        seen = bench.decode(tuner.Point(200, engine.plan), 1.0)
+    assert (seen.tokens, seen.pressure) == (0, None)
+    assert seen.overrun is not None
+    assert seen.overrun.startswith("filling its KV cache takes" if name == "qwen3_moe" else "trying out")
+    assert seen.overrun.endswith("and 0.0 s were left")
 
 
 def test_a_context_that_takes_too_long_is_named_and_nothing_is_recommended(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxmoe.tuning.tuner.OVERRUN", 0.0)
+    monkeypatch.setattr(Pace, "needed_s", lambda pace, tokens: 1000.0)
     report = tune(tiny, contexts=[400], memory="1GB", budget="5s", save=False)
-    assert report.recommended is None
+    assert (report.recommended, report.ended) == (None, "time")
     assert report.rows
     assert not any(row.usable for row in report.rows)
     assert "context 400 with " in report.reasons[0]
-    assert "took more than there is time for. Give it a longer budget, or a shorter context" in report.reasons[0]
+    assert "was not measured: filling it and decoding with it full may take 1000.0 s" in report.reasons[0]
+    assert "Give it a longer budget, or a shorter context" in report.reasons[0]
+    assert any("ended the measuring before there was any" in note for note in report.notes)

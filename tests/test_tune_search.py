@@ -33,7 +33,7 @@ class FakeBench:
         self.speed, self.cost_s = speed, cost_s
         self.now = 0.0
         self.asked: list[tuple[int, int]] = []
-        self.interrupt_at = self.pressure_above = 10**18
+        self.interrupt_at = self.pressure_above = self.overrun_above = self.no_time_after = 10**18
 
     def decode(self, point: Point, seconds: float) -> Decoded:
         bank = point.plan.bank_bytes
@@ -41,6 +41,8 @@ class FakeBench:
             raise KeyboardInterrupt
         self.asked.append((point.context, bank))
         self.now += seconds if self.cost_s is None else self.cost_s
+        if point.context > self.overrun_above or len(self.asked) > self.no_time_after:
+            return Decoded(overrun="would take too long")
         if point.plan.total_bytes > self.pressure_above:
             return Decoded(pressure="short of memory")
         return Decoded((1 / self.speed(point.context, bank),) * 10, 5, 5, 5 * 10**6, 0)
@@ -98,15 +100,34 @@ def test_what_is_nearly_the_fastest_is_measured_again() -> None:
     assert {row.decoded.tokens for row in found.rows} == {30}
 
 
-def test_the_time_is_kept_and_the_first_measured_whatever_it_takes() -> None:
+def test_what_there_is_no_time_left_for_is_not_asked_and_has_a_row_that_says_so() -> None:
     bench = FakeBench(peak_at(10**8), cost_s=30.0)
     found = search(bench, budget_s=70.0)
     assert not found.run()
-    assert len(bench.asked) == 2
-    assert bench.now <= 70.0 + 30.0
-    slow = search(FakeBench(peak_at(10**8), cost_s=1000.0), budget_s=5.0)
-    assert not slow.run()
-    assert len(slow.rows) == 1
+    assert len(bench.asked) == 3
+    left = [row for row in found.rows if row.decoded.overrun is not None]
+    assert len(found.rows) == 3 + len(left)
+    assert {row.decoded.overrun for row in left} == {"no time was left"}
+
+
+def test_a_context_that_there_is_no_time_for_is_tried_once_and_the_others_go_on() -> None:
+    bench = FakeBench(peak_at(10**8), cost_s=1.0)
+    bench.overrun_above = 4096
+    found = search(bench, (4096, 16384, 32768))
+    assert not found.run()
+    assert [context for context, _ in bench.asked if context > 4096] == [16384, 32768]
+    assert sum(context == 4096 for context, _ in bench.asked) > 4
+
+
+def test_no_time_to_measure_again_leaves_what_was_seen() -> None:
+    bench = FakeBench(peak_at(10**8), cost_s=1.0)
+    bench.no_time_after = 9
+    found = search(bench)
+    assert not found.run()
+    assert len(bench.asked) > 9
+    measured = [row for row in found.rows if row.usable]
+    assert sum(row.repeats for row in measured) == 9
+    assert all(row.decoded.overrun is None for row in measured)
 
 
 def test_an_interrupt_leaves_what_was_measured() -> None:

@@ -160,7 +160,7 @@ class EngineBench:
         cache = self._filled(tokens)
         fill_s = self._clock() - filling
         stepping = self._engine.decoder.generate(self._text.take(1), cache, Reading(self._text))
-        self._warm_up(stepping, tokens, max(1, most // 2), WARM_SHARE * max(0.0, seconds - (self._clock() - start)))
+        self._warm_up(stepping, max(1, most // 2), WARM_SHARE * max(0.0, seconds - (self._clock() - start)))
         stats, disk, steps, found = self._engine.stats(), self._bytes_from_disk(), list[float](), None
         while len(steps) < max(LEAST_TOKENS, most // 2) and found is None:
             steps.append(self._timed(stepping))
@@ -180,12 +180,11 @@ class EngineBench:
             pressure=found,
         )
 
-    def _warm_up(self, stepping: Iterator[Sampled], tokens: int, most: int, seconds: float) -> None:
+    def _warm_up(self, stepping: Iterator[Sampled], most: int, seconds: float) -> None:
         """For `seconds`, `most` tokens at most: the slots and the page cache settle. Another token fits after it."""
         until = self._clock() + seconds
         for _ in range(most):
-            took = self._timed(stepping)
-            self._refuse_overrun("a token more may take", min(took, self._pace.pass_s(tokens)))
+            self._refuse_overrun("a token more may take", self._timed(stepping))
             if self._clock() >= until:
                 return
 
