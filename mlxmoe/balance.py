@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, UnsupportedModelError
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.memory.experts import divide_slots
-from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim, Watch
+from mlxmoe.memory.guard import Guard, MemoryEvent, Reclaim
 from mlxmoe.memory.plan import KVBytes, Plan, replan
 from mlxmoe.memory.reading import MemoryReader, Reading, usable_bytes
 from mlxmoe.memory.release import release_freed
 from mlxmoe.memory.sizes import format_bytes
+from mlxmoe.memory.watch import Watch
 
 STEP_SHARE = 1 / 8  # of the planned slots that the guard moves at a time
 CHUNK_TOKENS_UNDER_PRESSURE = 256

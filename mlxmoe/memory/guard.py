@@ -9,27 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any, Literal
 
 from mlxmoe.errors import CheckpointReadError
 from mlxmoe.memory.reading import Pressure, Reading, usable_bytes
 from mlxmoe.memory.sizes import format_bytes
+from mlxmoe.memory.speeds import Speeds
 
 logger = logging.getLogger(__name__)
 
 Action = Literal["pressure", "shrink", "restrict", "finish", "grow", "settled", "admit", "resize"]
 
 EVENTS_KEPT = 100
-STEPS_KEPT = 64
 COSTS_KEPT = 8  # of readings
-STEPS_COMPARED = 16  # decode steps after a growth before its effect is judged
-GAIN = 0.02  # of a decode step's time, from which on a growth counts as one
-GROWTHS_IN_VAIN = 2  # in a row, after which growing stops for a while
 CHECKS_SHARE = 0.005  # of the time between two checks that a reading may take
 
 _RANK: dict[Pressure, int] = {"normal": 0, "warning": 1, "critical": 2}
@@ -124,7 +119,7 @@ class Guard:
         self._last_growth: float | None = None
         self._calm_s = self._times.calm_s
         self._empty_since: float | None = None  # critical, and nothing left to give
-        self._speeds = _Speeds(self._times.longest_calm_s)
+        self._speeds = Speeds(self._times.longest_calm_s)
 
     @property
     def events(self) -> tuple[MemoryEvent, ...]:
@@ -261,83 +256,3 @@ class Guard:
             self.tell("grow", taken, f"Memory pressure is normal: the expert cache took {format_bytes(taken)} again.")
         else:
             self._pressed = False  # all is back: what a request takes from now on may be taken again at once
-
-
-class _Speeds:
-    """Whether a larger expert cache still makes decoding faster, by what the steps took before and after."""
-
-    def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
-        self.forget()
-
-    def note(self, seconds: float) -> None:
-        self._steps.append(seconds)
-
-    def forget(self) -> None:
-        """Somebody moved the line: what was learnt no longer holds."""
-        self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._before: float | None = None
-        self._in_vain = 0
-        self._settled_s: float | None = None
-
-    def grown(self) -> None:
-        """The cache has grown: what the steps take from here on is to be less than what they took."""
-        self._before = self._median
-        self._steps.clear()
-
-    def judge(self, now: float) -> Literal["grow", "wait", "stop", "settled"]:
-        """What the last growth says about the next: "stop" once, when it turns out that none pays, then "settled".
-
-        Twice in a row, because one comparison of a few steps may be chance; and some time later it is tried again.
-        """
-        if self._settled_s is not None:
-            if now - self._settled_s < self._retry_s:
-                return "settled"
-            self._in_vain, self._settled_s = 0, None
-        if self._before is None:
-            return "grow"
-        after = self._median
-        if after is None:
-            return "wait"
-        self._in_vain = 0 if after < (1 - GAIN) * self._before else self._in_vain + 1
-        self._before = None
-        if self._in_vain < GROWTHS_IN_VAIN:
-            return "grow"
-        self._settled_s = now
-        return "stop"
-
-    @property
-    def _median(self) -> float | None:
-        return median(self._steps) if len(self._steps) >= STEPS_COMPARED else None
-
-
-class Watch:
-    """Has a guard check while nothing runs: a model that waits for its user must give back memory too.
-
-    Ends with `close()`, or when the guard is no longer used by anyone else.
-    """
-
-    def __init__(self, guard: Guard, period_s: float = 1.0) -> None:
-        self._stop = stop = threading.Event()
-        watched = weakref.ref(guard, lambda _: stop.set())
-        self._thread = threading.Thread(
-            target=_watch, args=(watched, stop, period_s), name="mlxmoe-guard", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread, waiting for a check under way. May be called twice, and by the guard's own callback."""
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
-def _watch(guard: weakref.ref[Guard], stop: threading.Event, period_s: float) -> None:
-    while not stop.wait(period_s):
-        if (watched := guard()) is None:
-            return
-        try:
-            watched.check()
-        except Exception:  # a failed read while growing: the next request meets it too, and says so to its caller
-            logger.exception("Watching the memory failed this time.")
-        del watched
