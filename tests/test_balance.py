@@ -29,7 +29,7 @@ from mlxmoe import (
     RequestError,
     load,
 )
-from mlxmoe.experts import bank as bank_module
+from mlxmoe.experts import slots as slots_module
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.switch import switch_modules
 from mlxmoe.memory.guard import GuardTimes
@@ -120,7 +120,7 @@ def test_a_resize_that_is_cut_short_leaves_an_exact_engine(
     error: type[BaseException],
 ) -> None:
     """By Ctrl-C, or by an allocation that fails: after any number of arrays."""
-    plain = bank_module._rows
+    plain = slots_module._rows
     with load(tiny, experts=start) as engine:
         for nth in itertools.count(1):
             engine.resize(start)
@@ -132,7 +132,7 @@ def test_a_resize_that_is_cut_short_leaves_an_exact_engine(
                     raise error("in the middle")
                 return plain(*args)
 
-            monkeypatch.setattr(bank_module, "_rows", rows)
+            monkeypatch.setattr(slots_module, "_rows", rows)
             try:
                 engine.resize(size)
             except error:
@@ -164,14 +164,14 @@ def test_growing_beyond_what_the_machine_can_give_now_is_refused(tiny: Path, mon
 
 def test_a_bank_beyond_the_plan_is_brought_back_by_the_guard(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pressed(tiny, monkeypatch, experts="50%") as (engine, _):
-        plain, calls = bank_module._rows, itertools.count(1)
+        plain, calls = slots_module._rows, itertools.count(1)
 
         def rows(*args: Any) -> mx.array:
             if next(calls) == 12:
                 raise KeyboardInterrupt
             return plain(*args)
 
-        monkeypatch.setattr(bank_module, "_rows", rows)
+        monkeypatch.setattr(slots_module, "_rows", rows)
         with pytest.raises(KeyboardInterrupt):
             engine.resize("25%")
         engine.generate(PROMPTS[0], max_tokens=5)
