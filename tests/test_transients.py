@@ -24,9 +24,10 @@ from mlxmoe.loading import LoadedModel, load_folder
 from mlxmoe.memory.plan import KVBytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.transients import PrefillTransients
+from mlxmoe.transients.caches import arrays_of, seen_caches
 from mlxmoe.transients.evaluation import peak_of
+from mlxmoe.transients.graph import Node, Step, TracedChunk, Value
 from mlxmoe.transients.layout import contiguous, row_strides, view_strides
-from mlxmoe.transients.tracing import Node, Step, TracedChunk, Value, _arrays, _seen_caches
 
 DECODED = 3
 
@@ -118,9 +119,9 @@ def test_a_model_with_states_never_sees_more_than_a_chunk_or_a_step(
     model = open_folder(make_tiny(tmp_path / "tiny", DEFINITIONS["granitemoehybrid"]), kv_settings=kv_settings)
     counts: list[int] = []
     monkeypatch.setattr(type(model.model), "__call__", counted(type(model.model).__call__, counts))
-    found = _seen_caches(model.kv_choice.caches(model.model), model.model, model.modules, 90_112, 512)
+    found = seen_caches(model.kv_choice.caches(model.model), model.model, model.modules, 90_112, 512)
     assert counts == [256, 512]
-    stored = sum(sum(array.nbytes for array in _arrays([entry])) for entry in found)
+    stored = sum(sum(array.nbytes for array in arrays_of([entry])) for entry in found)
     assert stored == pytest.approx(model.kv.of(90_112), rel=0.03), "and what a window holds during a chunk"
 
 
@@ -207,7 +208,7 @@ def test_a_deep_model_is_read_off_its_first_layers(tmp_path: Path, monkeypatch: 
         few = transients.of(512, 2000)
         took_s = time.perf_counter() - start
         with monkeypatch.context() as patch:
-            patch.setattr("mlxmoe.transients.tracing._layers_to_trace", lambda model, layers: len(layers))
+            patch.setattr("mlxmoe.transients.few_layers._layers_to_trace", lambda model, layers: len(layers))
             whole = PrefillTransients(model.model, model.modules, model.kv, streamed).of(512, 2000)
         assert few == pytest.approx(whole, rel=0.02)
         assert took_s < 3, "0.2 s on a machine with nothing else to do"
@@ -221,7 +222,7 @@ def test_caches_that_are_views_count_with_what_they_are_views_of(
     config = {**DEFINITIONS["bailing_moe"], "num_hidden_layers": 14}
     model, _ = opened(make_tiny(tmp_path / "deep", config))
     few = PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096)
-    monkeypatch.setattr("mlxmoe.transients.tracing._layers_to_trace", lambda model, layers: len(layers))
+    monkeypatch.setattr("mlxmoe.transients.few_layers._layers_to_trace", lambda model, layers: len(layers))
     assert few == pytest.approx(PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096), rel=0.02)
 
 

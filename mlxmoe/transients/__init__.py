@@ -16,8 +16,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxmoe.errors import brief
 from mlxmoe.experts.switch import LINEAR_TYPES
 from mlxmoe.memory.plan import KVBytes
+from mlxmoe.transients.caches import MakeCaches, has_states
 from mlxmoe.transients.evaluation import peak_of
-from mlxmoe.transients.tracing import MakeCaches, TracedChunk, has_states, trace_chunk
+from mlxmoe.transients.graph import TracedChunk
+from mlxmoe.transients.tracing import trace_chunk
 from mlxmoe.transients.waiting import WaitingStates
 
 logger = logging.getLogger(__name__)

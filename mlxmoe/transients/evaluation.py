@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from mlxmoe.transients.graph import Node, TracedChunk, Value
 from mlxmoe.transients.layout import Strides, contiguous, is_matrix, row_strides, view_strides
-from mlxmoe.transients.tracing import Node, TracedChunk, Value
 
 BFS_WIDTH = 20  # MLX_BFS_MAX_WIDTH
 OPERATIONS_PER_TASK = 10

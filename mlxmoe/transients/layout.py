@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mlxmoe.transients.tracing import Node, Value
+from mlxmoe.transients.graph import Node, Value
 
 Shape = tuple[int, ...]
 Strides = tuple[int, ...]  # in items, one for each axis

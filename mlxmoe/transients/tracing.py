@@ -11,82 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlxmoe.experts.layer import KEEP_PENDING_BYTES
 from mlxmoe.experts.policy import wave_size
-from mlxmoe.experts.switch import Listening, mixed
-from mlxmoe.kv.layers import leaves_of
-from mlxmoe.kv.window import SlidingWindowKVCache
-from mlxmoe.memory.plan import KV_STEP
-
-MakeCaches = Callable[[nn.Module], list[Any]]
-
-# Of a deeper model only some layers are traced: at most more than the longest period of any definition; with the
-# least, predictions for twelve definitions of 14 layers were within 4 % of those with all (most within 0.5 %).
-MOST_LAYERS, LEAST_LAYERS = 12, 4
-SPARED_LAYERS = 2  # to be left out at least
-
-
-class Value(NamedTuple):
-    """An array of the graph, by the name that the export gave it. There are very many."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One primitive."""
-
-    kind: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arguments: Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a streaming layer evaluates: its indices, the waves' parts one by one, its output if that is large."""
-
-    indices: str
-    parts: tuple[str, ...]
-    out: str
-    out_bytes: int
-
-    @property
-    def kept_bytes(self) -> int:
-        """What stays until the pass is over, because it is too small to be evaluated by itself."""
-        return self.out_bytes if self.out_bytes <= KEEP_PENDING_BYTES else 0
-
-
-@dataclass(slots=True)
-class TracedChunk:
-    """A chunk's graph. `prior`: the caches' arrays before it; `states`: those after it, `state_bytes` together.
-
-    `state_caches`: how many of the caches hold a state instead of keys and values. `left_out`: of a deep model, how
-    many layers that stream are not in the graph; None where it has all layers.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    prior: list[Value] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    state_bytes: int = 0
-    state_caches: int = 0
-    steps: list[Step] = field(default_factory=list)
-    left_out: int | None = None
+from mlxmoe.experts.switch import mixed
+from mlxmoe.transients.caches import MakeCaches, arrays_of, count_states, put_arrays, seen_caches, states_of
+from mlxmoe.transients.few_layers import few_layers
+from mlxmoe.transients.graph import Node, Step, TracedChunk, Value
 
 
 def trace_chunk(
@@ -105,7 +40,7 @@ def trace_chunk(
     half of the layers that a deep model is traced with. Raises whatever MLX or the definition does where there is no
     graph to be had.
     """
-    with _few_layers(model, halved) as short:
+    with few_layers(model, halved) as short:
         try:
             traced = _trace(model, modules, slots, chunk, seen, make_caches)
         except Exception:
@@ -120,26 +55,6 @@ def trace_chunk(
     return traced
 
 
-def has_states(model: nn.Module) -> bool:
-    """Whether any cache of `model` holds a state instead of keys and values: those may be computed by a loop."""
-    return count_states(make_prompt_cache(model)) > 0
-
-
-def count_states(caches: Sequence[Any]) -> int:
-    """How many of them hold a state."""
-    return sum(isinstance(cache, ArraysCache) for cache in leaves_of(caches))
-
-
-def state_bytes(
-    model: nn.Module, modules: Mapping[str, nn.Module], chunk: int, seen: int, make_caches: MakeCaches
-) -> int:
-    """What the caches of the whole model hold after that chunk: windows hold more than they keep."""
-    caches = _seen_caches(make_caches(model), model, modules, seen, chunk)
-    with Listening(dict(modules)):
-        model(mx.zeros((1, chunk), dtype=mx.int32), cache=caches)
-    return sum(array.nbytes for array in _state(caches))
-
-
 def _trace(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
@@ -148,8 +63,8 @@ def _trace(
     seen: int,
     make_caches: MakeCaches,
 ) -> TracedChunk:
-    caches = _seen_caches(make_caches(model), model, modules, seen, chunk)
-    prior = _arrays(caches)
+    caches = seen_caches(make_caches(model), model, modules, seen, chunk)
+    prior = arrays_of(caches)
     homes = [(m, key) for m in model.modules() for key, value in m.items() if isinstance(value, mx.array)]
     weights = [home[key] for home, key in homes]
     calls: list[_Call] = []
@@ -157,12 +72,12 @@ def _trace(
     state_sizes: list[int] = []
 
     def run(tokens: mx.array, *inputs: mx.array) -> list[mx.array]:
-        _put(caches, iter(inputs[: len(prior)]))
+        put_arrays(caches, iter(inputs[: len(prior)]))
         for (home, key), weight in zip(homes, inputs[len(prior) :], strict=True):
             home[key] = weight
         calls.clear()
         model(tokens, cache=caches)
-        states = _state(caches)
+        states = states_of(caches)
         state_sizes[:] = [state.nbytes for state in states]
         return [array for call in calls for array in (call.indices, *call.parts, call.out)] + states
 
@@ -311,126 +226,6 @@ def _exportable() -> Iterator[None]:
         finally:
             for name, function in own.items():
                 setattr(mx, name, function)
-
-
-@contextmanager
-def _few_layers(model: nn.Module, halved: bool = False) -> Iterator[bool]:
-    """Within this context a deep model has its first layers only, or half of those. Yields whether it is deep."""
-    lists = [value for module in model.modules() for value in module.values() if isinstance(value, list)]
-    stacks = [value for value in lists if all(isinstance(layer, nn.Module) for layer in value)]
-    layers = max(stacks, key=len, default=[])
-    most = _layers_to_trace(model, layers)
-    cut: list[tuple[list[Any], list[Any]]] = []
-    if len(layers) - most > SPARED_LAYERS:  # else it is not worth it
-        beside = [
-            value for value in lists if value is not layers and len(value) == len(layers)
-        ]  # types of the layers
-        most = most // 2 if halved else most
-        cut = [(value, value[most:]) for value in (layers, *beside)]
-    try:
-        for value, _ in cut:
-            del value[most:]
-        yield bool(cut)
-    finally:
-        for value, rest in cut:
-            value.extend(rest)
-
-
-def _layers_to_trace(model: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """How many of the first layers tell all: a few more than hold each kind of layer.
-
-    With states, which may be computed by a loop and then have large graphs, twice as many as hold each kind at least.
-    """
-    kinds = [str([(path, type(module)) for path, module in layer.named_modules()]) for layer in layers]
-    all_kinds = max((kinds.index(kind) for kind in kinds), default=0) + 1
-    if has_states(model):  # of which WaitingStates compares two halves
-        return min(MOST_LAYERS, max(2 * LEAST_LAYERS, 2 * all_kinds))
-    return min(MOST_LAYERS, max(LEAST_LAYERS, all_kinds + 2))
-
-
-def _seen_caches(
-    caches: list[Any], model: nn.Module, modules: Mapping[str, nn.Module], seen: int, chunk: int
-) -> list[Any]:
-    """`caches` after `seen` tokens, unevaluated; the last of them came in one chunk, as windows depend on it."""
-    with Listening(dict(modules)):
-        if seen > chunk:
-            with _sinks_once(caches):
-                _see(model, caches, seen - chunk)
-        if seen:
-            model(mx.zeros((1, min(seen, chunk)), dtype=mx.int32), cache=caches)
-    return caches
-
-
-def _see(model: nn.Module, caches: list[Any], count: int) -> None:
-    """Let `caches` see `count` tokens; the model itself no more than a step of them where it has states.
-
-    Those are of one size after any number, but their definitions may build a graph as long as the text.
-    """
-    leaves = leaves_of(caches)
-    rest = count - KV_STEP if any(isinstance(entry, ArraysCache) for entry in leaves) else 0
-    given: list[tuple[Any, mx.array, mx.array]] = []
-    with _overheard(leaves, given):
-        model(mx.zeros((1, count - max(0, rest)), dtype=mx.int32), cache=caches)
-    if rest > 0:
-        for entry, *rows in given:
-            entry.update_and_fetch(*(mx.zeros((*part.shape[:2], rest, part.shape[3]), part.dtype) for part in rows))
-
-
-@contextmanager
-def _overheard(leaves: Sequence[Any], given: list[tuple[Any, mx.array, mx.array]]) -> Iterator[None]:
-    """Within this context the keys and values that caches are given are noted."""
-
-    def noting(entry: Any, take: Callable[[mx.array, mx.array], Any]) -> Callable[[mx.array, mx.array], Any]:
-        def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
-            given.append((entry, keys, values))
-            return take(keys, values)
-
-        return update_and_fetch
-
-    told = [entry for entry in leaves if hasattr(entry, "update_and_fetch")]
-    try:
-        for entry in told:
-            entry.update_and_fetch = noting(entry, entry.update_and_fetch)
-        yield
-    finally:
-        for entry in told:
-            vars(entry).pop("update_and_fetch", None)
-
-
-@contextmanager
-def _sinks_once(caches: Sequence[Any]) -> Iterator[None]:
-    """Within this context windows hand out no sinks again for steps of their positions: what they keep is the same.
-
-    All of a long text in one call would have as many of them as it has steps, for nothing.
-    """
-    windows = [entry for entry in leaves_of(caches) if isinstance(entry, SlidingWindowKVCache)]
-    positions = [window.positions for window in windows]
-    try:
-        for window in windows:
-            window.positions = None
-        yield
-    finally:
-        for window, own in zip(windows, positions, strict=True):
-            window.positions = own
-
-
-def _arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """Every array that the caches hold, in the order in which `_put` takes them."""
-    found: list[mx.array] = []
-    for entry in leaves_of(caches):
-        tree_map(lambda value: found.append(value) if isinstance(value, mx.array) else None, dict(vars(entry)))
-    return found
-
-
-def _put(caches: Sequence[Any], arrays: Iterator[mx.array]) -> None:
-    for entry in leaves_of(caches):
-        held = tree_map(lambda value: next(arrays) if isinstance(value, mx.array) else value, dict(vars(entry)))
-        vars(entry).update(held)
-
-
-def _state(caches: Sequence[Any]) -> list[mx.array]:
-    """What the decoder evaluates after a chunk."""
-    return [array for entry in caches for _, array in tree_flatten(entry.state) if isinstance(array, mx.array)]
 
 
 def _num_experts(module: Any) -> int:

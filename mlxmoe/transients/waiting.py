@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 import mlx.nn as nn
 
+from mlxmoe.transients.caches import MakeCaches, count_states, state_bytes
 from mlxmoe.transients.evaluation import Peak, peak_of
-from mlxmoe.transients.tracing import MakeCaches, TracedChunk, count_states, state_bytes, trace_chunk
+from mlxmoe.transients.graph import TracedChunk
+from mlxmoe.transients.tracing import trace_chunk
 
 
 class WaitingStates:
