@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import mlxmoe
 from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, identity, load, tune
 from mlxmoe.cli.main import app
+from mlxmoe.doctor.read_rate import ReadRate
 from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.loading import load_folder
@@ -410,6 +411,19 @@ def test_without_time_nothing_is_begun_and_it_says_so(name: str, tmp_path: Path)
     assert seen.overrun is not None
     assert seen.overrun.startswith("filling its KV cache takes" if name == "qwen3_moe" else "trying out")
     assert seen.overrun.endswith("and 0.0 s were left")
+
+
+def test_reading_the_files_is_part_of_the_budget(
+    tiny: Path, quick_tuning: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "measure_read_rate", lambda *_: ReadRate(10**9, 9.0, 10**6, None))
+    told: list[tuple[float, float]] = []
+    report = tune(
+        tiny, contexts=[64], budget=10, save=False, progress=lambda gone, total, what: told.append((gone, total))
+    )
+    assert report.seconds >= 9.0
+    assert {total for _, total in told} == {10.0}
+    assert told[0][0] >= 9.0
 
 
 def test_a_context_that_takes_too_long_is_named_and_nothing_is_recommended(

@@ -27,8 +27,8 @@ TuneProgress = Callable[[float, float, str], None]
 class Run:
     """The measurements on one loaded engine, as many as `budget_s` seconds are enough for.
 
-    `ended`: how they did; `seconds`: what they took. `sync_s`: of a host sync. `read_bytes_per_s`: of the model's
-    files, None where that is not known.
+    `ended`: how they did; `seconds`: what they took, with the `gone_s` of the budget that were gone before. `sync_s`:
+    of a host sync. `read_bytes_per_s`: of the model's files, None where that is not known.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class Run:
         budget_s: float,
         progress: TuneProgress | None,
         read_bytes_per_s: float | None = None,
+        gone_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.prefill: list[PrefillRow] = []
         self.sync_s = 0.0
         self.ended: Literal["complete", "time", "interrupted"] = "complete"
         self._clock = clock
-        self._start = clock()
+        self._start = clock() - gone_s
         self._budget_s = budget_s
         self._progress = progress
         deadline = self._start + budget_s

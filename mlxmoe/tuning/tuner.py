@@ -87,7 +87,7 @@ def tune(
     )  # fmt: skip
     read_s, read_per_s = (0.0, None) if rate is None else (rate.seconds, rate.bytes_per_s)
     with engine:
-        run = Run(engine, opened, points, events, budget_s - read_s, progress, read_per_s)
+        run = Run(engine, opened, points, events, budget_s, progress, read_per_s, read_s)
         run.measure()
     work = Workload.of(opened)
     rows, rates = predicted_rows(work, run.search.rows, run.prefill, run.sync_s)
@@ -114,7 +114,7 @@ def tune(
         reasons=tuple(explain(rows, best, min_tps)),
         notes=(*notes, *_too_early(longer), *_notes(run, opened, sum(row.tokens > 0 for row in rows), budget_s)),
         ended=run.ended,
-        seconds=read_s + run.seconds,
+        seconds=run.seconds,
         saved=None,
     )
     return _saved(report, folder) if save and best is not None else report
