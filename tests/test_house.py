@@ -24,7 +24,7 @@ FLOORS = [
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
-    ["memory", "keeping"],
+    ["memory", "keeping", "durations"],
     ["errors", "beginning", "writing", "version"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}

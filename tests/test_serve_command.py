@@ -174,8 +174,9 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--keep-alive", "soon"], "90s, 10m or 2h"),
+        (["--keep-alive", "soon"], "--keep-alive='soon' is no time"),
         (["--most-together", "0"], "most_together"),
+        (["--request-time", "0"], "request_s"),
         (["--max-body", "huge"], "--max-body"),
         (["--api-key", "short"], "api_keys"),
         (["--api-key-file", "/nowhere/keys"], "cannot be read"),

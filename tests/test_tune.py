@@ -32,7 +32,7 @@ from mlxmoe.tuning.fit import TimedStep, fit_rates
 from mlxmoe.tuning.pace import Pace
 from mlxmoe.tuning.roofline import Step, decode_s
 from mlxmoe.tuning.search import Decoded
-from mlxmoe.tuning.tuner import forget, parse_duration
+from mlxmoe.tuning.tuner import forget
 
 TOKENS = list(range(7, 27))
 
@@ -318,11 +318,6 @@ def test_contexts_and_chunks_that_are_none_are_refused() -> None:
         load(chunk_tokens=0)
     with pytest.raises(MemoryBudgetError, match="no number of tokens"):
         tune(contexts=["long"])
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h", 3600), (7, 7), ("1.5 min", 90)])
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
 
 
 def test_a_filled_cache_has_the_length_and_the_bytes_of_a_prefilled_one(tiny: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ import typer
 
 from mlxmoe import Engine, PrefixStore, RequestError, SavedStateError
 from mlxmoe.cli import common
+from mlxmoe.durations import parse_duration
 from mlxmoe.hub import demo_folder
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 
-SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 FOR_EVER = "forever"
 AUTO = "auto"
 PREFIXES_SHARE, MOST_PREFIXES = 1 / 20, 2 * 10**9  # of the memory, where nothing is said
@@ -96,14 +95,14 @@ def serve(
         allowed_hosts=tuple(allow_host or ()),
         allowed_origins=tuple(allow_origin or ()),
         max_body_bytes=parse_bytes(max_body, "--max-body"),
-        request_s=_seconds("request-time", request_time),
-        drain_s=_seconds("drain-time", drain_time),
+        request_s=parse_duration(request_time, "--request-time"),
+        drain_s=parse_duration(drain_time, "--drain-time"),
     )
     limits = DeskLimits(
         most_waiting=most_waiting,
         most_together=most_together,
         max_tokens=max_tokens,
-        keep_alive_s=None if keep_alive == FOR_EVER else _seconds("keep-alive", keep_alive),
+        keep_alive_s=None if keep_alive == FOR_EVER else parse_duration(keep_alive, "--keep-alive"),
         exact=exact,
     )
     store = _store(prefixes, memory, exact)
@@ -230,10 +229,3 @@ def _keys_of(file: Path | None) -> tuple[str, ...]:
     if not keys:
         raise RequestError(f"{file} holds no key: write one on each line.")
     return keys
-
-
-def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
-    if not found:
-        raise RequestError(f"--{option} {text!r} is no time: write 90s, 10m or 2h.")
-    return float(found[1]) * SECONDS[found[2]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
+from mlxmoe.durations import parse_duration
 from mlxmoe.engine import load
 from mlxmoe.errors import MemoryBudgetError, RequestError, SavedStateError
 from mlxmoe.hub import Progress, resolve
@@ -120,17 +120,6 @@ def tune(
     return _saved(report, folder) if save and best is not None else report
 
 
-def parse_duration(duration: float | str) -> float:
-    """`300`, `"90s"`, `"5m"` or `"1h"` in seconds. Raises RequestError."""
-    if isinstance(duration, int | float) and not isinstance(duration, bool):
-        return float(duration)
-    units = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", str(duration))
-    if match is None or isinstance(duration, bool) or match[2].lower() not in units:
-        raise RequestError(f"budget={duration!r} is no time. Write seconds, '90s', '5m' or '1h'.")
-    return float(match[1]) * units[match[2].lower()]
-
-
 def forget(model: str | Path | None = None, revision: str | None = None) -> int:
     """Remove what `tune` kept of a model that is on this machine; how many files there were."""
     return TuningFolder().forget(resolve(model, revision, download=False))
@@ -141,7 +130,7 @@ def _checked(goal: Goal | None, min_tps: float | None, budget: float | str) -> t
         raise RequestError(f"goal={goal!r} is not offered: {', '.join(GOALS)}.")
     if min_tps is not None and not (isinstance(min_tps, int | float) and 0 < min_tps < float("inf")):
         raise RequestError(f"min_tps={min_tps!r} is no speed: tokens a second, more than 0.")
-    budget_s = parse_duration(budget)
+    budget_s = parse_duration(budget, "budget")
     if not LEAST_BUDGET_S <= budget_s < float("inf"):
         raise RequestError(
             f"budget={budget!r} is too short to measure anything by, or no time: at least {LEAST_BUDGET_S:.0f}s."
