@@ -189,3 +189,19 @@ def test_what_makes_no_sense_is_said_in_a_line(options: list[str], said: str) ->
     assert done.exit_code != 0
     assert said in done.output
     assert "Traceback" not in done.output
+
+
+WITHOUT_THE_EXTRA = """
+import sys
+sys.modules["fastapi"] = None
+from mlxmoe.cli import main
+main.main()
+"""
+
+
+def test_without_its_extra_it_says_what_to_install() -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "serve", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "mlxmoe serve needs fastapi: install mlxmoe with its extra" in done.stderr
+    assert "Traceback" not in done.stderr

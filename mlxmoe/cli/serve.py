@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +19,11 @@ from mlxmoe.durations import parse_duration
 from mlxmoe.hub import demo_folder
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
+from mlxmoe.serving.desk.limits import DeskLimits
+from mlxmoe.serving.http.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from mlxmoe.serving.desk.desk import EngineDesk
 
 FOR_EVER = "forever"
 AUTO = "auto"
@@ -78,20 +84,13 @@ def serve(
     debug: common.Debug = False,
 ) -> None:
     """Serve a model to a small team: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
-    try:
-        from mlxmoe.serving.desk.desk import EngineDesk
-        from mlxmoe.serving.desk.limits import DeskLimits
-        from mlxmoe.serving.http.app import Listener, create_app
-        from mlxmoe.serving.http.settings import ServerSettings
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"mlxmoe serve needs {error.name}: install mlxmoe with its extra: pip install '.[serve]'."
-        ) from error
-    keys = (*(api_key or ()), *_keys_of(api_key_file))
+    _demand_extra()
+    from mlxmoe.serving.desk.desk import EngineDesk
+
     settings = ServerSettings(
         host=host,
         port=port,
-        api_keys=keys,
+        api_keys=(*(api_key or ()), *_keys_of(api_key_file)),
         allowed_hosts=tuple(allow_host or ()),
         allowed_origins=tuple(allow_origin or ()),
         max_body_bytes=parse_bytes(max_body, "--max-body"),
@@ -105,43 +104,63 @@ def serve(
         keep_alive_s=None if keep_alive == FOR_EVER else parse_duration(keep_alive, "--keep-alive"),
         exact=exact,
     )
-    store = _store(prefixes, memory, exact)
+    load_with = partial(
+        common.load_engine,
+        model,
+        quiet,
+        is_wanted=lambda: not desk.ending,
+        experts=experts,
+        memory=memory,
+        context=context,
+        window=window,
+        sinks=sinks,
+        kv_bits=kv_bits,
+        warm=warm,
+        tuned=tuned,
+        chunk_tokens=chunk_tokens,
+        adapter=adapter,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    load = _with_prefixes(load_with, _store(prefixes, memory, exact), wanted=prefixes != AUTO)
+    desk: EngineDesk = EngineDesk(load, name or _name_of(model), limits)
+    _run(desk, settings, quiet=quiet)
 
-    def load(store: PrefixStore | None) -> Engine:
-        return common.load_engine(
-            model,
-            quiet,
-            is_wanted=lambda: not desk.ending,
-            experts=experts,
-            memory=memory,
-            context=context,
-            window=window,
-            sinks=sinks,
-            kv_bits=kv_bits,
-            prefixes=store,
-            warm=warm,
-            tuned=tuned,
-            chunk_tokens=chunk_tokens,
-            adapter=adapter,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
+
+def _demand_extra() -> None:
+    """Raise RequestError where what the server is built on is not installed."""
+    try:
+        from mlxmoe.serving.desk import desk  # noqa: F401
+        from mlxmoe.serving.http import app  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"mlxmoe serve needs {error.name}: install mlxmoe with its extra: pip install '.[serve]'."
+        ) from error
+
+
+def _with_prefixes(load: Callable[..., Engine], store: PrefixStore | None, *, wanted: bool) -> Callable[[], Engine]:
+    """`load` with `store`; without one, unless it is `wanted`, for a model whose caches cannot be kept."""
 
     def load_with_prefixes() -> Engine:
         try:
-            return load(store)
-        except SavedStateError:  # of a model whose caches are of a kind that cannot be kept
-            if prefixes != AUTO:
+            return load(prefixes=store)
+        except SavedStateError:
+            if wanted:
                 raise
-            return load(None)
+            return load(prefixes=None)
 
-    desk = EngineDesk(load_with_prefixes, name or _name_of(model), limits)
+    return load_with_prefixes
+
+
+def _run(desk: EngineDesk, settings: ServerSettings, *, quiet: bool) -> None:
+    """Load the model and serve it, until a signal ends that; the address is taken first, not after a load in vain."""
+    from mlxmoe.serving.http.app import Listener, create_app
 
     def announce() -> None:
         if not quiet:
-            _announce(host, bound.getsockname()[1], desk.model.name, open_to_all=not keys)
+            _announce(settings, bound.getsockname()[1], desk.model.name)
 
-    with _bound(host, port) as bound, _ended_by_signals():  # before a large model is loaded in vain
+    with _bound(settings.host, settings.port) as bound, _ended_by_signals():
         try:
             desk.start()
             app = create_app(desk, settings)
@@ -175,11 +194,12 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _announce(host: str, port: int, name: str, *, open_to_all: bool) -> None:
+def _announce(settings: ServerSettings, port: int, name: str) -> None:
+    host = settings.host
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     text = f"Serving {name}: page {where}/, API {where}/v1. Ctrl-C ends it."
     common.notes.print(text, markup=False, soft_wrap=True, highlight=False)
-    if open_to_all and host not in ("127.0.0.1", "localhost", "::1"):
+    if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         text = "Anyone who reaches this machine can use it: give an --api-key, or listen on 127.0.0.1."
         common.notes.print(text, style="yellow", markup=False)
 
