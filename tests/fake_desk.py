@@ -138,7 +138,8 @@ class FakeDesk:
                 return
             last = number + 1 == len(said)
             top = tuple((f"{text}{rank}", -1.0 - rank) for rank in range(job.ask.options.get("top_logprobs", 0)))
-            yield Spoken(_chunk(text, number, number + 1, reason if last else None, script), text, top)
+            chunk = _chunk(text, number, number + 1, reason if last else None, script)
+            yield Spoken(chunk, text, top) if job.ask.token_texts else Spoken(chunk)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:

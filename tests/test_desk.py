@@ -232,9 +232,13 @@ def test_a_reply_without_max_tokens_takes_what_the_context_leaves(open_desk: Cal
 def test_a_prompts_scores_come_first_and_alone_where_no_reply_is_wanted(
     open_desk: Callable[..., EngineDesk],
 ) -> None:
+    def scored(max_tokens: int) -> Ask:
+        options: Any = {"max_tokens": max_tokens, "top_logprobs": 2}
+        return Ask("In the beginning God", options, score_prompt=True, token_texts=True)
+
     desk, both, only = open_desk(), Ear(), Ear()
-    desk.submit(Ask("In the beginning God", {"max_tokens": 3, "top_logprobs": 2}, score_prompt=True), both)
-    desk.submit(Ask("In the beginning God", {"max_tokens": 0, "top_logprobs": 2}, score_prompt=True), only)
+    desk.submit(scored(3), both)
+    desk.submit(scored(0), only)
     assert both.text
     assert only.text == ""
     for ear, spoken in ((both, 3), (only, 1)):
@@ -299,12 +303,32 @@ def test_a_token_without_a_text_fails_alone(
         return told(token)
 
     monkeypatch.setattr(desk._work, "_text_of", text_of)
-    desk.submit(ask("And it", logit_bias={5: 100}), odd)
+    desk.submit(Ask("And it", {"max_tokens": 8, "logit_bias": {5: 100}}, token_texts=True), odd)
     desk.submit(ask(), other)
     assert isinstance(odd.error, IndexError)
     assert other.text == demo.generate("In the beginning", raw=True, max_tokens=8)
     wait_until(lambda: desk.status().active == 0)
     assert desk.status().state == "ready"
+
+
+def test_tokens_are_told_by_themselves_only_where_that_was_asked_for(
+    open_desk: Callable[..., EngineDesk], demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, plain, scored, told = open_desk(), Ear(), Ear(), Ear()
+    assert desk._work is not None
+    looked: list[int] = []
+    text_of = desk._work._text_of
+    monkeypatch.setattr(desk._work, "_text_of", lambda token: looked.append(token) or text_of(token))
+    desk.submit(ask(top_logprobs=2), plain)
+    desk.submit(Ask("In the beginning", {"max_tokens": 0}, score_prompt=True), scored)
+    assert plain.text == demo.generate("In the beginning", raw=True, max_tokens=8)
+    assert scored.text == ""
+    assert looked == []
+    assert all(spoken.token_text == "" and not spoken.top for spoken in plain.spoken)
+    desk.submit(Ask("In the beginning", {"max_tokens": 8, "top_logprobs": 2}, token_texts=True), told)
+    assert told.text == plain.text
+    assert "".join(spoken.token_text for spoken in told.spoken) == told.text
+    assert all(len(spoken.top) == 2 for spoken in told.spoken)
 
 
 def test_a_step_that_fails_ends_its_replies_and_the_desk_goes_on(

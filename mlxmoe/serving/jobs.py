@@ -26,7 +26,8 @@ class Ask:
     `prompt`: chat messages, put through the model's template with `tools` and `template` (its own further variables,
     as `enable_thinking`), or plain text or token ids that go on. `options`: how it is sampled and what ends it, as
     for Engine.stream; without `max_tokens` as many as the server grants. `score_prompt`: tell the prompt's
-    log-probabilities, too; then max_tokens may be 0. `json_schema`: what the reply has to be, `{}` for any JSON
+    log-probabilities, too; then max_tokens may be 0. `token_texts`: tell what each token is by itself, which takes a
+    look into the tokenizer for every one. `json_schema`: what the reply has to be, `{}` for any JSON
     object. `follows`: an earlier reply of the same request was accepted, so that this one is not refused because many
     wait. `client`: whose turn it is, where several wait.
     """
@@ -36,6 +37,7 @@ class Ask:
     tools: Sequence[Mapping[str, Any]] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     score_prompt: bool = False
+    token_texts: bool = False
     json_schema: Mapping[str, Any] | None = None
     follows: bool = False
     client: str = ""
@@ -45,7 +47,8 @@ class Ask:
 class Score:
     """One token of a prompt: its text, its log-probability after those before it, and the most probable instead.
 
-    `logprob` is None and `top` empty for the first one, which nothing came before.
+    `logprob` is None and `top` empty for the first one, which nothing came before. Where the Ask wants no
+    `token_texts`, `text` and `top` are always empty.
     """
 
     token: int
@@ -67,7 +70,7 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class Spoken:
     """A token of the reply. `token_text`: the token by itself, empty for the end of text, which is not said. `top`:
-    the most probable tokens then, with texts."""
+    the most probable tokens then, with texts. Both are empty where the Ask wants no `token_texts`."""
 
     chunk: Chunk
     token_text: str = ""

@@ -210,15 +210,20 @@ class Work:
             item.tell(Failed(what))
             return
         if not item.started:  # the prompt is read: its scores are known
-            item.start(Started(len(text.reply.prompt), self._scores(text), item.thinks))
+            item.start(Started(len(text.reply.prompt), self._scores(text, item), item.thinks))
+        if not item.ask.token_texts:
+            item.tell(Spoken(what))
+            return
         ended = what.token < 0 or what.token in self.engine.tokenizer.eos_token_ids
         item.tell(Spoken(what, "" if ended else self._text_of(what.token), self._told(what.top_logprobs)))
 
-    def _scores(self, text: Text) -> tuple[Score, ...]:
-        first = text.reply.prompt[0]
+    def _scores(self, text: Text, item: WorkItem) -> tuple[Score, ...]:
+        first, scores = text.reply.prompt[0], text.scores
+        if not item.ask.token_texts:
+            return (Score(first, "", None, ()), *(Score(one.token, "", one.logprob, ()) for one in scores))
         return (
             Score(first, self._text_of(first), None, ()),
-            *(Score(one.token, self._text_of(one.token), one.logprob, self._told(one.top)) for one in text.scores),
+            *(Score(one.token, self._text_of(one.token), one.logprob, self._told(one.top)) for one in scores),
         )
 
     def _told(self, top: tuple[tuple[int, float], ...]) -> tuple[tuple[str, float], ...]:

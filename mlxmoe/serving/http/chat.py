@@ -60,6 +60,7 @@ def chat_asks(request: ChatRequest, facts: ModelFacts, terms: Terms) -> list[Ask
         options=options_of(request, request.most_tokens, request.top_logprobs),
         tools=tools or None,
         template=template,
+        token_texts=request.with_logprobs,
         json_schema=schema_of(forced) if forced else request.wanted_schema,
         client=terms.client,
     )
@@ -136,7 +137,7 @@ class _Choice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs or request.top_logprobs else None
+        self._logprobs: list[dict[str, Any]] | None = [] if request.with_logprobs else None
         self._told = 0  # how many of the log-probabilities a stream has told
 
     @property

@@ -39,11 +39,12 @@ def completion_asks(request: CompletionRequest, facts: ModelFacts, terms: Terms)
     most_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     asks: list[Ask] = []
     for prompt in request.prompts:
-        scored = most_tokens == 0 or (request.echo and (request.logprobs is not None or not isinstance(prompt, str)))
+        texts = request.logprobs is not None or bool(request.echo and not isinstance(prompt, str))
         ask = Ask(
             prompt=prompt,
             options=options_of(request, most_tokens, request.logprobs),
-            score_prompt=bool(scored),
+            score_prompt=most_tokens == 0 or bool(request.echo and texts),
+            token_texts=texts,
             json_schema=request.wanted_schema,
             client=terms.client,
             follows=bool(asks),

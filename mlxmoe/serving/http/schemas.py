@@ -256,6 +256,10 @@ class ChatRequest(Sampling):
     web_search_options: Annotated[None, unsupported("web search")] = None
 
     @property
+    def with_logprobs(self) -> bool:
+        return bool(self.logprobs or self.top_logprobs)
+
+    @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

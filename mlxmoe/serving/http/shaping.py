@@ -174,7 +174,8 @@ def ending_of(reason: Literal["stop", "length", "memory"]) -> dict[str, Any]:
 
 
 def is_said(spoken: Spoken) -> bool:
-    """Whether the token is part of the reply: not the end of text, and not the lack of any."""
+    """Whether the token is part of the reply: not the end of text, and not the lack of any. Of an Ask that wants
+    `token_texts`."""
     return spoken.chunk.token >= 0 and bool(spoken.token_text or spoken.chunk.finish_reason is None)
 
 
