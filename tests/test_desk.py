@@ -204,17 +204,18 @@ def test_what_is_wrong_with_one_ask_is_told_to_it_alone(
 
 
 def test_asks_that_are_refused_do_not_hold_up_a_reply(open_desk: Callable[..., EngineDesk]) -> None:
-    """Each takes its time to be looked at: no more than one between two tokens."""
+    """Each takes its time to be looked at: they are told while the thread that computes does nothing."""
     desk, ear, wrong = open_desk(), Ear(), [Ear() for _ in range(8)]
     desk.submit(ask(max_tokens=200), ear)
-    wait_until(lambda: desk._work is not None and desk._work.pace.allowed > 1)
-    spoken: list[int] = []
-    with desk._work.engine.decoder.turn():  # type: ignore[union-attr]  # all wait when the next step ends
+    assert ear.spoke.wait(60)
+    assert desk._work is not None
+    with desk._work.engine.decoder.turn():  # the next step waits
         for one in wrong:
             desk.submit(ask("word " * 2000), one)
-            one.ended.set = lambda: spoken.append(len(ear.spoken))  # type: ignore[method-assign]
-    wait_until(lambda: len(spoken) == len(wrong))
-    assert len(set(spoken)) == len(wrong)
+        assert all(isinstance(one.error, ContextError) for one in wrong)
+    assert len(ear.text) > 0
+    assert ear.spoken[-1].chunk.finish_reason is not None
+    assert desk.status().queued == 0
 
 
 def test_options_that_make_no_sense_are_refused_at_once(open_desk: Callable[..., EngineDesk]) -> None:
@@ -311,6 +312,59 @@ def test_a_token_without_a_text_fails_alone(
     assert desk.status().state == "ready"
 
 
+def test_while_a_prompt_becomes_tokens_others_speak_and_shorter_prompts_come_first(
+    open_desk: Callable[..., EngineDesk], demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, speaks, long, short = open_desk(), Ear(), Ear(), Ear()
+    assert desk._work is not None
+    engine, go_on, threads = desk._work.engine, threading.Event(), set()
+    encode = engine.encode
+
+    def slow(prompt: Any, **more: Any) -> list[int]:
+        threads.add(threading.current_thread())
+        if prompt == "And it came to pass":
+            assert go_on.wait(60)
+        return encode(prompt, **more)
+
+    monkeypatch.setattr(engine, "encode", slow)
+    desk.submit(ask("And it came to pass"), long)
+    desk.submit(ask(max_tokens=30), speaks)
+    assert speaks.text == demo.generate("In the beginning", raw=True, max_tokens=30)
+    desk.submit(ask("Blessed are the meek"), short)
+    assert short.text == demo.generate("Blessed are the meek", raw=True, max_tokens=8)
+    assert long.events == []
+    assert desk.status().queued == 1
+    go_on.set()
+    assert long.text == demo.generate("And it came to pass", raw=True, max_tokens=8)
+    assert desk._thread not in threads
+
+
+def test_a_model_is_unloaded_only_when_no_prompt_becomes_tokens(
+    open_desk: Callable[..., EngineDesk], demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or another thread would be the last to hold what is MLX's."""
+    desk, left, other = open_desk(keep_alive_s=0.05), Ear(), Ear()
+    assert desk._work is not None
+    engine, begun, go_on = desk._work.engine, threading.Event(), threading.Event()
+    encode = engine.encode
+
+    def slow(prompt: Any, **more: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        assert engine.stats().layers  # EngineClosedError where it is closed
+        return encode(prompt, **more)
+
+    monkeypatch.setattr(engine, "encode", slow)
+    job = desk.submit(ask(), left)
+    assert begun.wait(60)
+    job.cancel()
+    wait_until(lambda: desk.status().state == "unloaded")
+    desk.submit(ask(), other)
+    go_on.set()
+    assert other.text == demo.generate("In the beginning", raw=True, max_tokens=8)
+    assert left.events == []
+
+
 def test_tokens_are_told_by_themselves_only_where_that_was_asked_for(
     open_desk: Callable[..., EngineDesk], demo: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +372,12 @@ def test_tokens_are_told_by_themselves_only_where_that_was_asked_for(
     assert desk._work is not None
     looked: list[int] = []
     text_of = desk._work._text_of
-    monkeypatch.setattr(desk._work, "_text_of", lambda token: looked.append(token) or text_of(token))
+
+    def note(token: int) -> str:
+        looked.append(token)
+        return text_of(token)
+
+    monkeypatch.setattr(desk._work, "_text_of", note)
     desk.submit(ask(top_logprobs=2), plain)
     desk.submit(Ask("In the beginning", {"max_tokens": 0}, score_prompt=True), scored)
     assert plain.text == demo.generate("In the beginning", raw=True, max_tokens=8)
@@ -328,6 +387,7 @@ def test_tokens_are_told_by_themselves_only_where_that_was_asked_for(
     desk.submit(Ask("In the beginning", {"max_tokens": 8, "top_logprobs": 2}, token_texts=True), told)
     assert told.text == plain.text
     assert "".join(spoken.token_text for spoken in told.spoken) == told.text
+    assert looked
     assert all(len(spoken.top) == 2 for spoken in told.spoken)
 
 

@@ -11,6 +11,13 @@ from mlxmoe.serving.desk.queue import FairQueue
 ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers()), max_size=20, unique_by=lambda item: item[1])
 
 
+def take_next(queue: FairQueue[tuple[str, int]]) -> tuple[str, int]:
+    item = queue.first()
+    assert item is not None
+    assert queue.take(item)
+    return item
+
+
 @given(ITEMS)
 def test_everything_comes_out_once_in_the_order_that_was_told(items: list[tuple[str, int]]) -> None:
     queue: FairQueue[tuple[str, int]] = FairQueue()
@@ -18,7 +25,7 @@ def test_everything_comes_out_once_in_the_order_that_was_told(items: list[tuple[
         queue.put(item[0], item)
     told = list(queue)
     assert [queue.place(item) for item in told] == list(range(len(items)))
-    taken = [queue.take() for _ in range(len(queue))]
+    taken = [take_next(queue) for _ in range(len(queue))]
     assert taken == told
     assert sorted(taken) == sorted(items)
     for client in "abc":  # each one's own keep their order
@@ -31,7 +38,7 @@ def test_nobody_gets_a_second_turn_before_everybody_had_one(items: list[tuple[st
     for item in items:
         queue.put(item[0], item)
     clients = {client for client, _ in items}
-    assert {queue.take()[0] for _ in clients} == clients
+    assert {take_next(queue)[0] for _ in clients} == clients
 
 
 @given(ITEMS, st.data())
@@ -44,7 +51,7 @@ def test_what_is_removed_does_not_come_and_changes_no_other_order(
     gone = [item for item in items if data.draw(st.booleans())]
     assert all(queue.remove(item) for item in gone)
     assert not any(queue.remove(item) for item in gone)
-    left = [queue.take() for _ in range(len(queue))]
+    left = [take_next(queue) for _ in range(len(queue))]
     assert sorted(left) == sorted(set(items) - set(gone))
 
 
@@ -117,3 +124,14 @@ def test_a_slow_machine_has_the_time_to_learn_its_size() -> None:
 def test_no_more_than_the_most_are_allowed() -> None:
     pace, _ = measured(dict.fromkeys(range(1, 9), 0.1), most=4)
     assert (pace.allowed, pace.best) == (4, None)
+
+
+def test_who_is_not_ready_is_passed_by_and_keeps_the_turn() -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for item in (("a", 0), ("b", 0), ("b", 1), ("a", 1)):
+        queue.put(item[0], item)
+    ready = queue.first(lambda item: item != ("a", 0))
+    assert ready == ("b", 0)
+    assert queue.take(ready)
+    assert not queue.take(ready)
+    assert [take_next(queue) for _ in range(len(queue))] == [("a", 0), ("b", 1), ("a", 1)]

@@ -1,8 +1,8 @@
 """The desk: takes asks from any thread, and has one thread that owns the engine answer them. Knows no HTTP.
 
-MLX's objects are made, used and let go in that thread alone. Between two steps it looks at what is new: cancelled
-replies go, waiting ones come while memory and pace allow, the model is unloaded when nobody asked for long, and
-loaded again. Whatever fails, the thread goes on until `close()`.
+MLX's objects are made, used and let go in that thread alone; prompts become tokens in others, meanwhile. Between two
+steps it looks at what is new: cancelled replies go, waiting ones come while memory and pace allow, the model is
+unloaded when nobody asked for long, and loaded again. Whatever fails, the thread goes on until `close()`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import mlx.core as mx
 from mlxmoe.engine import Engine
 from mlxmoe.errors import EngineClosedError, MemoryPressureError, MlxMoeError, QueueFullError
 from mlxmoe.reply import ReplySettings
+from mlxmoe.serving.desk.item import WorkItem
 from mlxmoe.serving.desk.limits import DeskLimits
+from mlxmoe.serving.desk.preparing import Preparing
 from mlxmoe.serving.desk.queue import FairQueue
 from mlxmoe.serving.desk.tally import Tally
-from mlxmoe.serving.desk.work import Work, WorkItem
+from mlxmoe.serving.desk.work import Work
 from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, State, Status
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class EngineDesk:
         self._facts: ModelFacts | None = None
         self._changed = threading.Condition()  # guards what follows
         self._queue: FairQueue[WorkItem] = FairQueue()
+        self._prepared = 0  # asks so far
         self._state: State = "loading"
         self._closing: float | None = None  # when what is left is cut short, once it is to end
         self._failure: BaseException | None = None
@@ -107,6 +110,8 @@ class EngineDesk:
                     self._tally.reply_s(DOUBT_S),
                 )
             self._queue.put(ask.client, item)
+            if self._work is not None:
+                self._work.preparing.one_more()
             self._changed.notify_all()
         return item
 
@@ -155,6 +160,18 @@ class EngineDesk:
         with self._changed:
             return self._queue.place(item)
 
+    def _next_to_prepare(self) -> WorkItem | None:
+        with self._changed:
+            item = self._queue.first(lambda item: not item.taken and not item.cancelled)
+            if item is not None:
+                item.taken = True
+            return item
+
+    def _note_prepared(self) -> None:
+        with self._changed:
+            self._prepared += 1
+            self._changed.notify_all()
+
     # What follows runs in the desk's own thread.
 
     def _run(self) -> None:
@@ -179,12 +196,16 @@ class EngineDesk:
         """Load the model; the first time its facts are noted. What fails is told to all that wait for it."""
         with self._changed:
             self._state = "loading" if self._closing is None else self._state
-        work = Work(self._load(), self.limits, self._tally)
-        self._work = work
+        engine = self._load()
+        preparing = Preparing(engine, self._next_to_prepare, self._note_prepared)
+        work = Work(engine, self.limits, self._tally, preparing)
         if self._facts is None:
             self._facts = work.facts(self._name, created=int(time.time()))
         self._tally.note_activity()  # idleness begins now, however long that took
         with self._changed:
+            self._work = work
+            for _ in self._queue:
+                preparing.one_more()
             self._state = "ready" if self._closing is None else self._state
             self._changed.notify_all()
 
@@ -194,7 +215,7 @@ class EngineDesk:
             return self._turn()
         except Exception as error:  # nothing is known that gets here
             logger.exception("The server's working thread failed. It begins anew, and loads the model when asked to.")
-            work, self._work = self._work, None
+            work = self._take_work()
             self._refuse_waiting(error)
             if work is not None:
                 with suppress(Exception):  # it may be in any state
@@ -225,10 +246,11 @@ class EngineDesk:
     def _go_on(self) -> None:
         """Begin the next one, if it can begin, and compute a step."""
         assert self._work is not None
+        prepared = self._prepared
         admitted = self._admit(self._work)
-        if not self._work.step() and not admitted:  # all wait for memory
+        if not self._work.step() and not admitted:  # all wait for memory, or are being prepared
             with self._changed:
-                self._changed.wait(TICK_S)
+                self._changed.wait_for(lambda: self._prepared != prepared or self.ending, TICK_S)
 
     @property
     def _idle_left_s(self) -> float | None:
@@ -236,8 +258,14 @@ class EngineDesk:
         keep_s = self.limits.keep_alive_s
         return None if self._work is None or keep_s is None else keep_s - self._tally.idle_s
 
+    def _take_work(self) -> Work | None:
+        """From now on nothing is loaded, for who submits, too."""
+        with self._changed:
+            work, self._work = self._work, None
+        return work
+
     def _unload(self) -> None:
-        work, self._work = self._work, None
+        work = self._take_work()
         with self._changed:
             self._state = "unloaded" if self._closing is None else self._state
         if work is not None:
@@ -265,19 +293,18 @@ class EngineDesk:
             item.tell(Failed(error))
 
     def _admit(self, work: Work) -> bool:
-        """Begin, or refuse, the next that waits, if memory and pace allow; whether there was one.
+        """Begin, or refuse, the next that is prepared, if memory and pace allow; whether there was one.
 
-        One between two steps: a step reads a chunk of one prompt only, and making tokens of a long one takes seconds
-        for which those that speak wait.
+        One between two steps: a step reads a chunk of one prompt only.
         """
         if len(work.items) >= work.pace.allowed:
             return False
         with self._changed:
-            item = self._queue.first()
+            item = self._queue.first(lambda item: item.tokens is not None)
         if item is None or not work.begin(item):
             return False
         with self._changed:
-            self._queue.take()  # the same one: only this thread takes, and what comes is put behind
+            self._queue.take(item)
         return True
 
     def _shut(self, error: MlxMoeError, left: list[WorkItem]) -> None:

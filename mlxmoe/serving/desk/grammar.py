@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Grammars:
-    """Makes constraints for one tokenizer. `vocab`: logits of the model, which may be more than it has tokens."""
+    """Makes constraints for one tokenizer, in any thread. `vocab`: logits of the model; it may have fewer tokens."""
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab: int) -> None:
         self._tokenizer = tokenizer
         self._vocab = vocab
+        self._making = threading.Lock()
         self._made: llguidance.LLTokenizer | None = None  # when it is first asked for: it walks the whole vocabulary
 
     def of_schema(self, schema: Mapping[str, Any], *, after: Sequence[int] = ()) -> JSONConstraint:
@@ -44,10 +46,11 @@ class Grammars:
         return JSONConstraint(llguidance.LLMatcher(self._tokens(), grammar, log_level=0), self._vocab, after)
 
     def _tokens(self) -> llguidance.LLTokenizer:
-        if self._made is None:
-            ends = sorted(self._tokenizer.eos_token_ids)
-            self._made = llguidance.hf.from_tokenizer(self._tokenizer._tokenizer, eos_token=ends)
-        return self._made
+        with self._making:
+            if self._made is None:
+                ends = sorted(self._tokenizer.eos_token_ids)
+                self._made = llguidance.hf.from_tokenizer(self._tokenizer._tokenizer, eos_token=ends)
+            return self._made
 
 
 class JSONConstraint:

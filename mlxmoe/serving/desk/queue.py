@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -28,29 +28,32 @@ class FairQueue(Generic[Item]):
     def put(self, client: str, item: Item) -> None:
         self._clients.setdefault(client, deque()).append(item)
 
-    def first(self) -> Item | None:
-        """Whose turn it is; it stays."""
-        return next(iter(self), None)
+    def first(self, fits: Callable[[Item], bool] = lambda item: True) -> Item | None:
+        """Whose turn it is, of those that fit; it stays."""
+        return next(filter(fits, self), None)
 
-    def take(self) -> Item:
-        """Whose turn it is; its client's next turn comes after the others'."""
-        client, items = next(iter(self._clients.items()))
-        item = items.popleft()
-        if items:
+    def take(self, item: Item) -> bool:
+        """It is the turn of `item`: its client's next turn comes after the others'. Whether it was there."""
+        client = self._client_of(item)
+        if client is None:
+            return False
+        self.remove(item)
+        if client in self._clients:
             self._clients.move_to_end(client)
-        else:
-            del self._clients[client]
-        return item
+        return True
 
     def remove(self, item: Item) -> bool:
         """Take `item` out, wherever it stands; whether it was there."""
-        for client, items in self._clients.items():
-            if item in items:
-                items.remove(item)
-                if not items:
-                    del self._clients[client]
-                return True
-        return False
+        client = self._client_of(item)
+        if client is None:
+            return False
+        self._clients[client].remove(item)
+        if not self._clients[client]:
+            del self._clients[client]
+        return True
+
+    def _client_of(self, item: Item) -> str | None:
+        return next((client for client, items in self._clients.items() if item in items), None)
 
     def place(self, item: Item) -> int:
         """How many are before `item`; 0 where it is not there."""

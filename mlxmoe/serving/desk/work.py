@@ -1,4 +1,4 @@
-"""The replies under way on one loaded engine: asks become texts of a batch, and what comes of them is told.
+"""The replies under way on one loaded engine: prepared asks become texts of a batch, and what comes of them is told.
 
 All of it happens in the thread that loaded the engine.
 """
@@ -7,86 +7,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from mlxmoe.batch.batch import Batch
 from mlxmoe.batch.text import Text
 from mlxmoe.engine import Engine
-from mlxmoe.errors import ContextError, MemoryBudgetError, MemoryPressureError, MlxMoeError
-from mlxmoe.reply import Chunk, ReplySettings
-from mlxmoe.serving.desk.grammar import Grammars, JSONConstraint
+from mlxmoe.errors import MemoryBudgetError, MemoryPressureError, MlxMoeError
+from mlxmoe.reply import Chunk
 from mlxmoe.serving.desk.heat import Heat
+from mlxmoe.serving.desk.item import WorkItem
 from mlxmoe.serving.desk.limits import DeskLimits
 from mlxmoe.serving.desk.pace import Pace
+from mlxmoe.serving.desk.preparing import Preparing
 from mlxmoe.serving.desk.tally import Tally
-from mlxmoe.serving.jobs import Ask, Event, Failed, ModelFacts, Score, Spoken, Started
+from mlxmoe.serving.jobs import Failed, ModelFacts, Score, Spoken, Started
 
 logger = logging.getLogger(__name__)
 
 
-class WorkItem:
-    """An ask on its way: the `Job` of who submitted it. `speaks`: whether more than scores are wanted.
-
-    `free`: whether the ask leaves open how many tokens the reply may have.
-    """
-
-    def __init__(
-        self,
-        ask: Ask,
-        settings: ReplySettings,
-        tell: Callable[[Event], None],
-        *,
-        speaks: bool,
-        free: bool,
-        place: Callable[[WorkItem], int],
-    ) -> None:
-        self.ask = ask
-        self.settings = settings
-        self.speaks = speaks
-        self.free = free
-        self.cancelled = False
-        self.began_s = 0.0
-        self.started = False  # and told so
-        self.thinks = False
-        self.tokens: list[int] | None = None  # of the prompt, once it was looked at
-        self.constraint: JSONConstraint | None = None
-        self._tell = tell
-        self._place = place
-
-    @property
-    def position(self) -> int:
-        return self._place(self)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def start(self, started: Started) -> None:
-        """Tell that its turn has come."""
-        self.started = True
-        self.tell(started)
-
-    def tell(self, event: Event) -> None:
-        """A listener that fails ends its own reply, and nobody else's."""
-        if self.cancelled:
-            return
-        try:
-            self._tell(event)
-        except Exception:
-            logger.exception("Who asked cannot be told.")
-            self.cancelled = True
-
-
 class Work:
-    """`engine` and its batch. `items`: the replies under way."""
+    """`engine` and its batch. `items`: the replies under way. `preparing`: those that wait."""
 
-    def __init__(self, engine: Engine, limits: DeskLimits, tally: Tally) -> None:
+    def __init__(self, engine: Engine, limits: DeskLimits, tally: Tally, preparing: Preparing) -> None:
         self.engine = engine
+        self.preparing = preparing
         self.pace = Pace(limits.most_together)
         self.heat = Heat(engine, engine.num_experts)
         self.items: dict[Text, WorkItem] = {}
         self._tally = tally
         self._batch: Batch = engine.batch(together=False if limits.exact else None)
-        self._grammars = Grammars(engine.tokenizer, engine.vocab)
 
     def facts(self, name: str, created: int) -> ModelFacts:
         """What handlers have to know of the model."""
@@ -115,11 +63,12 @@ class Work:
                 return
 
     def begin(self, item: WorkItem) -> bool:
-        """Let `item` have its turn, or end it with what is wrong; False where it has to wait for memory."""
+        """Let `item`, which is prepared, have its turn, or end it with what is wrong; False where memory is short."""
+        tokens, ask = item.tokens, item.ask
+        assert tokens is not None, "only what is prepared has a turn"
         try:
-            tokens = self._look_at(item)
             text = self._batch.add(
-                tokens, item.settings, constraint=item.constraint, score=item.ask.score_prompt, speaks=item.speaks
+                tokens, item.settings, constraint=item.constraint, score=ask.score_prompt, speaks=item.speaks
             )
         except MemoryPressureError:
             return False
@@ -129,14 +78,14 @@ class Work:
             item.tell(Failed(error))
         except MlxMoeError as error:
             item.tell(Failed(error))
-        except Exception as error:  # a template or a tokenizer is another's program
+        except Exception as error:  # a detokeniser is another's program
             logger.exception("An ask could not be begun.")
             item.tell(Failed(error))
         else:
             item.began_s = time.monotonic()
             self.items[text] = item
             self._tally.prompt_tokens += len(tokens)
-            if not item.ask.score_prompt:
+            if not ask.score_prompt:
                 item.start(Started(len(tokens), thinks=item.thinks))
         return True
 
@@ -161,37 +110,9 @@ class Work:
 
     def close(self, error: MlxMoeError) -> None:
         """End what is under way with `error`, and give the engine's memory back."""
+        self.preparing.close()  # first: no other thread may be the last to hold the engine
         self._end_all(error)
         self.engine.close()
-
-    def _look_at(self, item: WorkItem) -> list[int]:
-        """The prompt's tokens, and what follows of them; the settings as far as the context leaves them."""
-        if item.tokens is not None:
-            return item.tokens
-        ask, engine = item.ask, self.engine
-        raw = isinstance(ask.prompt, str)
-        tokens = engine.encode(ask.prompt, raw=raw, tools=ask.tools, template=ask.template)
-        wanted, context = item.settings.max_tokens, engine.context
-        if context is not None and len(tokens) + wanted > context:
-            if not item.free:
-                raise ContextError(
-                    f"The prompt has {len(tokens)} tokens and max_tokens is {wanted}, but the context is {context} "
-                    f"tokens, prompt and reply together. Shorten the prompt, or lower max_tokens."
-                )
-            item.settings = item.settings.with_room(context - len(tokens))
-        item.thinks = self._ends_thinking(tokens)
-        if ask.json_schema is not None:
-            after = engine.tokenizer.think_end_tokens if item.thinks else ()
-            item.constraint = self._grammars.of_schema(ask.json_schema, after=after)
-        item.tokens = tokens
-        return tokens
-
-    def _ends_thinking(self, tokens: list[int]) -> bool:
-        """Whether the model's reasoning has begun in the prompt, and not ended."""
-        tokenizer = self.engine.tokenizer
-        if not tokenizer.has_thinking:
-            return False
-        return int(tokenizer.rfind_think_start(tokens)) > int(tokenizer.rfind_think_end(tokens))
 
     def _pass_on(self, text: Text, what: Chunk | Exception) -> None:
         item = self.items[text]
