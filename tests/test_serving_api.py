@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from fake_desk import FACTS, FakeDesk, Script
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from serving_clients import Local, events
 
 from mlxmoe.errors import PromptError
 from mlxmoe.serving.http import replies_schema as told
+from mlxmoe.serving.http.schemas import ChatRequest, CompletionRequest
 from mlxmoe.serving.jobs import Ask
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -497,3 +498,46 @@ def test_the_schema_says_every_bound() -> None:
         number = schemas[kind]["properties"][field]["anyOf"][0]
         assert (number["minimum"], number["maximum"]) == (least, most), field
     assert schemas["ChatRequest"]["properties"]["logit_bias"]["propertyNames"] == {"pattern": "^[0-9]{1,9}$"}
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": [""] * MANY},
+        {"prompt": [[]] * MANY},
+        {"prompt": [[""] * MANY] * 8},
+        {"stop": [""] * MANY},
+        {"logit_bias": dict.fromkeys(map(str, range(MANY)), "x")},
+        {"messages": [{}] * MANY},
+        {"messages": [{"role": "user", "content": [{}] * MANY}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]},
+        {"tools": [{}] * MANY},
+        {"modalities": [3] * MANY},
+        {"chat_template_kwargs": {str(number): [] for number in range(MANY)}},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_of_many_wrong_items_the_first_are_told_and_not_all_are_collected(wrong: dict[str, Any]) -> None:
+    """Errors of half a million items took the event loop seven seconds, for which every stream stood still."""
+    kind = (
+        ChatRequest
+        if wrong.keys() & {"messages", "tools", "modalities", "chat_template_kwargs"}
+        else CompletionRequest
+    )
+    body = {"model": "default", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], **wrong}
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert 1 <= caught.value.error_count() <= 500
+
+
+def test_too_many_stops_are_said_to_be_too_many() -> None:
+    answer = Local().chat(stop=["x"] * 17)
+    assert answer.json()["error"]["message"] == "stop: List should have at most 16 items after validation, not 17."
+
+
+def test_many_biases_are_all_taken() -> None:
+    biases = {str(token): 1.0 for token in range(1000)}
+    assert asked(logit_bias=biases).options["logit_bias"] == dict.fromkeys(range(1000), 1.0)

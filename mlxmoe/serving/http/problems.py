@@ -93,7 +93,7 @@ class ApiError(Exception):
     @classmethod
     def of_validation(cls, errors: Sequence[Mapping[str, Any]]) -> ApiError:
         """From pydantic's errors: the first that says most, by the field that it is about."""
-        error = max(errors, key=lambda error: len(error["loc"]) if error["type"] != "json_invalid" else math.inf)
+        error = max(errors, key=_says)
         if error["type"] == "json_invalid":
             return cls(400, "The body is no valid JSON.", code="invalid_json")
         param = _param_of(error["loc"][1:])
@@ -136,3 +136,9 @@ def _is_variant(part: str) -> bool:
     """Whether it is a type, as pydantic names the members of unions, and no field."""
     types = ("str", "int", "float", "bool", "list", "none")
     return "[" in part or part.startswith(("constrained-", "function-")) or part[:1].isupper() or part in types
+
+
+def _says(error: Mapping[str, Any]) -> tuple[float, bool]:
+    """How much one of pydantic's errors says; least, that a value is not of one type of several that it may be of."""
+    kind = error["type"]
+    return math.inf if kind == "json_invalid" else len(error["loc"]), not kind.endswith("_type")

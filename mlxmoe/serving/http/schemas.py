@@ -7,9 +7,19 @@ named, and refused. What is left out has OpenAI's default, and so the temperatur
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from mlxmoe.serving.http.settings import MOST_CHOICES
@@ -52,10 +62,25 @@ def _own_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
     return variables
 
 
+def _some_at_a_time(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    """A dict, validated in parts up to the first that is wrong."""
+    if not isinstance(value, dict):
+        return handler(value)
+    items = iter(value.items())
+    checked: dict[Any, Any] = {}
+    while some := dict(islice(items, 64)):
+        checked |= handler(some)
+    return checked
+
+
 def _as_whole(value: object) -> object:
     """JSON knows no integers: 5.0 is 5, too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
+
+# One error is told: to collect those of half a million items takes seconds, for which everybody would wait.
+FIRST_ERROR = Field(fail_fast=True)
+FIRST_ERRORS = WrapValidator(_some_at_a_time)  # a dict has no such word
 
 # The bounds stand within, before the validator: outside they would be kept, but be missing in the schema.
 WHOLE = BeforeValidator(_as_whole)
@@ -109,9 +134,12 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
-        dict[
-            Annotated[str, StringConstraints(pattern=TOKEN_KEY)],
-            Annotated[float, Field(ge=-100, le=100)],
+        Annotated[
+            dict[
+                Annotated[str, StringConstraints(pattern=TOKEN_KEY)],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            FIRST_ERRORS,
         ]
         | None
     ) = Field(
@@ -120,7 +148,7 @@ class Sampling(Body):
         json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}},
     )
     seed: Whole | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], FIRST_ERROR, Field(max_length=MOST_STOPS)] | None = None
     user: str | None = None
     response_format: (
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None
@@ -162,7 +190,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], FIRST_ERROR]
 
 
 class SystemMessage(Body):
@@ -192,7 +220,7 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], FIRST_ERROR] | None = None
     name: str | None = None
 
 
@@ -228,12 +256,12 @@ class NamedChoice(Body):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], FIRST_ERROR, Field(min_length=1)]
     max_tokens: Tokens | None = Field(None, description="The older name; the newer one wins.")
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Rivals | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = Field(
         None, description="A call that is forced is held to the tool's parameters."
     )
@@ -242,14 +270,16 @@ class ChatRequest(Sampling):
         None, description="For the model's chat template."
     )
     chat_template_kwargs: Annotated[
-        dict[str, Scalar] | None,
+        Annotated[dict[str, Scalar], FIRST_ERRORS] | None,
         AfterValidator(_own_variables),
         Field(
             description="Variables of the model's chat template, as enable_thinking.",
             json_schema_extra={"propertyNames": {"not": {"enum": sorted(RESERVED_VARIABLES)}}},
         ),
     ] = None
-    modalities: list[Annotated[Literal["text"], unsupported("anything but text", "text")]] | None = None
+    modalities: (
+        Annotated[list[Annotated[Literal["text"], unsupported("anything but text", "text")]], FIRST_ERROR] | None
+    ) = None
     audio: Annotated[None, unsupported("audio")] = None
     functions: Annotated[None, unsupported("functions; use tools")] = None
     function_call: Annotated[None, unsupported("function_call; use tool_choice")] = None
@@ -267,9 +297,13 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenId], FIRST_ERROR, Field(min_length=1)]
+        | Annotated[list[Text], FIRST_ERROR, Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[TokenId], FIRST_ERROR, Field(min_length=1)]],
+            FIRST_ERROR,
+            Field(min_length=1, max_length=MOST_PROMPTS),
+        ]
     )
     max_tokens: TokensOrNone | None = Field(None, description="16 where it is left out.")
     logprobs: Rivals | None = None
