@@ -230,6 +230,41 @@ def test_a_reply_without_max_tokens_takes_what_the_context_leaves(open_desk: Cal
     assert len(ear.spoken) <= 6
 
 
+def test_max_tokens_beyond_the_context_are_refused_with_what_fits_and_hold_no_room(
+    open_desk: Callable[..., EngineDesk], demo: Engine
+) -> None:
+    desk, speaks, huge, most, other = open_desk(), Ear(), Ear(), Ear(), Ear()
+    desk.submit(ask(max_tokens=200), speaks)
+    assert speaks.spoke.wait(60)
+    held = desk.status().memory
+    desk.submit(ask([5] * 16, max_tokens=10_000_000), huge)
+    assert "max_tokens is 10000000, but the context is 256 tokens" in str(huge.error)
+    assert "Lower max_tokens to 240 or less" in str(huge.error)
+    now = desk.status().memory
+    assert held is not None
+    assert now is not None
+    assert now.kv_bytes <= held.kv_bytes
+    desk.submit(ask([5] * 16, max_tokens=240), most)
+    desk.submit(ask(), other)
+    assert other.text == demo.generate("In the beginning", raw=True, max_tokens=8)
+    assert most.text is not None
+    assert speaks.text is not None
+    assert 1 <= len(most.spoken) <= 240
+
+
+def test_max_tokens_of_a_text_without_end_hold_no_more_than_its_window(open_desk: Callable[..., EngineDesk]) -> None:
+    desk, huge, other = open_desk(lambda: load(window=64)), Ear(), Ear()
+    job = desk.submit(ask(max_tokens=10_000_000, logit_bias={0: -100}), huge)
+    assert huge.spoke.wait(60)
+    desk.submit(ask(), other)
+    assert len(other.text) > 0
+    assert desk._work is not None
+    kv = desk._work.engine._balance.kv
+    assert desk._work.engine.memory().kv_bytes <= 2 * kv.of(1000)
+    assert kv.of(10_000_000) == kv.of(1000)
+    job.cancel()
+
+
 def test_a_prompts_scores_come_first_and_alone_where_no_reply_is_wanted(
     open_desk: Callable[..., EngineDesk],
 ) -> None:

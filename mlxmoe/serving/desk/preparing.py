@@ -58,13 +58,14 @@ class Preparing:
         raw = isinstance(ask.prompt, str)
         tokens = engine.encode(ask.prompt, raw=raw, tools=ask.tools, template=ask.template)
         wanted, context = item.settings.max_tokens, engine.context
-        if context is not None and len(tokens) + wanted > context:
+        if context is not None and wanted > (left := context - len(tokens)):
             if not item.free:
                 raise ContextError(
                     f"The prompt has {len(tokens)} tokens and max_tokens is {wanted}, but the context is {context} "
-                    f"tokens, prompt and reply together. Shorten the prompt, or lower max_tokens."
+                    f"tokens, prompt and reply together. Lower max_tokens to {left} or less, leave it out, or "
+                    f"shorten the prompt."
                 )
-            item.settings = item.settings.with_room(context - len(tokens))
+            item.settings = item.settings.with_room(left)
         item.thinks = self._ends_thinking(tokens)
         if ask.json_schema is not None:
             after = engine.tokenizer.think_end_tokens if item.thinks else ()
