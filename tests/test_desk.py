@@ -609,8 +609,9 @@ def test_under_critical_pressure_new_work_is_refused_and_what_runs_goes_on(
     assert ear.spoke.wait(60)
     assert desk._work is not None
     guard = desk._work.engine._balance.guard
-    guard.pressure, guard._read = "critical", lambda: pytest.fail("read")  # held: nothing reads it again
-    guard._next_check = float("inf")
+    with guard._lock:  # not in the middle of a check; and held from now on: nothing reads it again
+        guard._next_check = float("inf")
+        guard.pressure, guard._read = "critical", lambda: pytest.fail("read")
     with pytest.raises(MemoryPressureError, match="critically"):
         desk.submit(ask(), after)
     status = desk.status()
