@@ -7,7 +7,7 @@ for chunk in llm.stream("Why is the sky blue?"):
     print(chunk, end="", flush=True)
 """
 
-from mlxmoe.engine import Engine, load
+from mlxmoe.engine import Engine
 from mlxmoe.errors import (
     CheckpointError,
     CheckpointReadError,
@@ -40,6 +40,7 @@ from mlxmoe.memory.reading import Reading
 from mlxmoe.registry import register
 from mlxmoe.reply import Chunk
 from mlxmoe.session import Session
+from mlxmoe.starting import load
 from mlxmoe.stats import EngineStats, LayerStats, MemoryUse
 from mlxmoe.tuned import TunedMachine
 from mlxmoe.tuning import ContextPlan, PlanReport, PrefillRow, TogetherPlan, TuneReport, TuneRow, plan, tune

@@ -17,6 +17,7 @@ FLOORS = [
     ["serving"],
     ["__init__"],
     ["tuning"],
+    ["starting"],
     ["verify", "engine", "doctor"],
     ["session", "batch"],
     ["reply", "loading"],

@@ -11,7 +11,6 @@ from mlxmoe.dividing import PrefillRoom, divide_memory
 from mlxmoe.doctor.machine import Machine
 from mlxmoe.doctor.read_rate import ReadRate, measure_read_rate
 from mlxmoe.durations import parse_duration
-from mlxmoe.engine import load
 from mlxmoe.errors import MemoryBudgetError, RequestError, SavedStateError
 from mlxmoe.hub import Progress, resolve
 from mlxmoe.identity import FolderIdentity
@@ -21,6 +20,7 @@ from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import parse_bytes, parse_tokens
 from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.starting import load
 from mlxmoe.tuned import Tuning, TuningFolder, this_machine
 from mlxmoe.tuning.bench import MOST_TOKENS
 from mlxmoe.tuning.planning import CONTEXTS
