@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import mlxmoe
 
@@ -91,10 +97,41 @@ def test_every_module_says_what_it_owns() -> None:
 
 
 def test_public_surface_is_what_all_says() -> None:
-    public = {name for name in vars(mlxmoe) if not name.startswith("_")}
-    modules = {room for room in FLOOR_OF if room in vars(mlxmoe)}
-    assert set(mlxmoe.__all__) == (public - modules) | {"__version__"}
-    assert sorted(mlxmoe.__all__) == list(mlxmoe.__all__)
+    errors = {name for name, value in vars(mlxmoe.errors).items() if isinstance(value, type)}
+    assert set(mlxmoe.__all__) == errors | mlxmoe._HOMES.keys() | {"__version__"}
+    assert sorted(mlxmoe.__all__) == list(mlxmoe.__all__) == dir(mlxmoe)
+    assert not FLOOR_OF.keys() & set(mlxmoe.__all__), "a module, once imported, would take the place of the name"
+
+
+def test_type_checkers_find_each_name_where_python_does() -> None:
+    body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    (block,) = (node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {
+        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == mlxmoe._HOMES
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    everything: dict[str, object] = {}
+    exec("from mlxmoe import *", everything)
+    for name in mlxmoe.__all__:
+        assert everything[name] is getattr(mlxmoe, name)
+        assert not isinstance(everything[name], ModuleType)
+    for name, home in mlxmoe._HOMES.items():
+        assert pickle.loads(pickle.dumps(everything[name])) is everything[name], home
+    with pytest.raises(ImportError, match="nothing_such"):
+        exec("from mlxmoe import nothing_such")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_such'"):
+        _ = mlxmoe.nothing_such
+
+
+@pytest.mark.parametrize("light", ["import mlxmoe; mlxmoe.MlxMoeError", "from mlxmoe.cli.commands import app"])
+def test_what_need_not_be_imported_is_not(light: str) -> None:
+    line = f"import sys; {light}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, timeout=60)
+    assert "mlxmoe" in done.stdout.split()
+    assert not {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub"} & set(done.stdout.split())
 
 
 def test_errors_are_one_tree_drawn_in_the_docstring() -> None:
