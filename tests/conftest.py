@@ -27,7 +27,7 @@ from tiny import make_tiny
 from typer.testing import CliRunner
 
 from mlxmoe import Engine, load
-from mlxmoe.cli.main import app
+from mlxmoe.cli.commands import app
 from mlxmoe.hub import demo_folder
 from mlxmoe.tuning.bench import EngineBench
 

@@ -13,7 +13,7 @@ from tiny import QWEN3_MOE, make_tiny
 from typer.testing import CliRunner
 
 from mlxmoe import Trace
-from mlxmoe.cli.main import app
+from mlxmoe.cli.commands import app
 
 TEXT = "In the beginning God created the heaven and the earth. Y dijo Dios: Sea la luz. "
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from mlxmoe import EngineClosedError
 from mlxmoe.cli import common
-from mlxmoe.cli.main import app
+from mlxmoe.cli.commands import app
 
 pytestmark = pytest.mark.slow
 

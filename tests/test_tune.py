@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import mlxmoe
 from mlxmoe import MemoryBudgetError, RequestError, SavedStateError, identity, load, tune
-from mlxmoe.cli.main import app
+from mlxmoe.cli.commands import app
 from mlxmoe.doctor.read_rate import ReadRate
 from mlxmoe.identity import FolderIdentity
 from mlxmoe.kv.settings import KVSettings

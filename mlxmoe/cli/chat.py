@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlxmoe import Engine, MemoryBudgetError, MemoryPressureError, RequestError, Session
+from mlxmoe import MemoryBudgetError, MemoryPressureError, RequestError
 from mlxmoe.cli import common
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.reply import ReplyOptions, ReplySettings
+
+if TYPE_CHECKING:
+    from mlxmoe import Engine, Session
+    from mlxmoe.reply import ReplyOptions
 
 HELP = "/reset starts afresh, /stats shows the expert cache, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
 
@@ -43,6 +46,8 @@ def chat(
     debug: common.Debug = False,
 ) -> None:
     """Talk with a model. Where stdin is no terminal, each of its lines is a turn."""
+    from mlxmoe.reply import ReplySettings
+
     options: ReplyOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,

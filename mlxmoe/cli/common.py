@@ -8,27 +8,27 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+import mlxmoe
 from mlxmoe import (
-    Chunk,
     DownloadError,
-    Engine,
     EngineClosedError,
     MemoryBudgetError,
-    MemoryEvent,
     MemoryPressureError,
     MlxMoeError,
     ModelError,
     RequestError,
-    load,
 )
-from mlxmoe.hub import demo_folder
+from mlxmoe.cli import interrupts
 from mlxmoe.memory.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from mlxmoe import Chunk, Engine, MemoryEvent
 
 # Exit codes, from the most to the least particular; 2 is also what a wrong option gives, 130 is Ctrl-C.
 EXIT_CODES: dict[type[MlxMoeError], int] = {
@@ -105,12 +105,13 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> None:
         try:
-            command(*args, **options)
-            sys.stdout.flush()
+            with interrupts.raised():
+                command(*args, **options)
+                sys.stdout.flush()
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(interrupts.INTERRUPTED) from None
         except BrokenPipeError:
             _leave_quietly()
         except OSError as error:
@@ -174,7 +175,7 @@ def load_engine(
             show(stage, done, total)
 
         warnings.simplefilter("always", UserWarning)
-        engine = load(model, progress=show_wanted, on_memory=None if quiet else tell_memory, **options)
+        engine = mlxmoe.load(model, progress=show_wanted, on_memory=None if quiet else tell_memory, **options)
     for warning in caught:
         notes.print(str(warning.message), style="yellow", markup=False, soft_wrap=True)
     if not quiet:
@@ -189,6 +190,8 @@ def tell_memory(event: MemoryEvent) -> None:
 
 def describe(engine: Engine) -> str:
     """One line: the model, its experts in memory, its context."""
+    from mlxmoe.hub import demo_folder
+
     plan = engine.plan
     name = "built-in demo model" if engine.path == demo_folder() else engine.path.name
     parts = [f"{name}: trunk {format_bytes(plan.trunk_bytes)}"]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from mlxmoe.cli import common
-from mlxmoe.doctor import Facts, Report, examine
-from mlxmoe.doctor.disk import Disk
-from mlxmoe.doctor.facts import ModelFacts
 from mlxmoe.memory.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from mlxmoe.doctor import Facts, Report
+    from mlxmoe.doctor.disk import Disk
+    from mlxmoe.doctor.facts import ModelFacts
 
 
 @common.reported
@@ -30,6 +32,8 @@ def doctor(
     debug: common.Debug = False,
 ) -> None:
     """Look at this machine, and at a model's files on it. Exits with 1 if something is wrong; downloads nothing."""
+    from mlxmoe.doctor import examine
+
     report = examine(model, revision=revision)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlxmoe.cli import common
-from mlxmoe.reply import ReplyOptions, ReplySettings
+
+if TYPE_CHECKING:
+    from mlxmoe.reply import ReplyOptions
 
 
 @common.reported
@@ -42,6 +44,8 @@ def generate(
     debug: common.Debug = False,
 ) -> None:
     """Reply to a prompt. The reply goes to stdout as it is made, everything else to stderr."""
+    from mlxmoe.reply import ReplySettings
+
     text = sys.stdin.read() if prompt == "-" else prompt
     options: ReplyOptions = {
         "max_tokens": max_tokens,

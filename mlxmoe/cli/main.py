@@ -1,60 +1,23 @@
-"""The command itself: its subcommands and how it ends. What they do is in the modules beside this one."""
+"""How the command begins: its standard streams, Ctrl-C, and then the rest of it."""
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
-from typing import Annotated
 
-import typer
-
-import mlxmoe
-from mlxmoe.cli.chat import chat
-from mlxmoe.cli.doctor import doctor
-from mlxmoe.cli.generate import generate
-from mlxmoe.cli.models import models
-from mlxmoe.cli.plan import plan
-from mlxmoe.cli.profile import profile
-from mlxmoe.cli.serve import serve
-from mlxmoe.cli.tune import tune
-from mlxmoe.cli.verify import verify
-
-app = typer.Typer(
-    name="mlxmoe",
-    help="Mixture-of-Experts language models, also larger than this machine's memory, with the same words.",
-    no_args_is_help=True,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
-) -> None:
-    """The command's own options."""
-    if version:
-        typer.echo(f"mlxmoe {mlxmoe.__version__}")
-        raise typer.Exit
-
-
-app.command()(generate)
-app.command()(chat)
-app.command()(verify)
-app.command()(models)
-app.command()(doctor)
-app.command()(profile)
-app.command()(plan)
-app.command()(tune)
-app.command()(serve)
+from mlxmoe.cli import interrupts
 
 
 def main() -> None:
     """Run the command line, whatever the standard streams are."""
+    interrupts.end_at_once()
     _open_standard_streams()
+
+    import logging  # these take their time, in which Ctrl-C is already heard
+
+    from mlxmoe.cli.commands import app
+
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for those who write programs
     logging.getLogger("mlxmoe.memory.guard").setLevel(logging.ERROR)  # its events are shown as notes
     app()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +12,10 @@ from rich.table import Table
 
 import mlxmoe
 from mlxmoe.cli import common
-from mlxmoe.cli.plan_together import together_markdown, together_table
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.tuning.report import ContextPlan, PlanReport, percent
+
+if TYPE_CHECKING:
+    from mlxmoe.tuning.report import ContextPlan, PlanReport
 
 
 @common.reported
@@ -83,12 +84,16 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     elif markdown:
+        from mlxmoe.cli.plan_together import together_markdown
+
         typer.echo(together_markdown([report]), nl=False)
     else:
         _show(report)
 
 
 def _show(report: PlanReport) -> None:
+    from mlxmoe.cli.plan_together import together_table
+
     out = Console(highlight=False)
     for line in _head(report):
         out.print(line, markup=False, soft_wrap=True)
@@ -142,6 +147,8 @@ def _table(report: PlanReport) -> Table:
 def _cells(row: ContextPlan, moe: bool, chosen: bool) -> list[str]:
     if row.plan is None:
         return [str(row.context), *[""] * (6 if moe else 4), row.verdict]
+    from mlxmoe.tuning.report import percent
+
     shares = (row.expert_share, row.hit_rate)
     experts = ["" if share is None else percent(share) for share in shares] if moe else []
     return [

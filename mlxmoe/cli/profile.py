@@ -7,17 +7,20 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mlxmoe import Engine, MlxMoeError, PromptError, RequestError, RoutingStats, Trace, routing_stats
+import mlxmoe
+from mlxmoe import MlxMoeError, PromptError, RequestError
 from mlxmoe.cli import common
-from mlxmoe.cli.routing_plot import draw, refuse_without_matplotlib
 from mlxmoe.memory.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from mlxmoe import Engine, RoutingStats, Trace
 
 # Of several kinds, so that one subject's experts do not pass for everybody's. Without a chat template the model goes
 # on from them.
@@ -71,6 +74,8 @@ def profile(
     debug: common.Debug = False,
 ) -> None:
     """Record which experts a model asks for: hit rate at every cache size, use of each expert, balance, reuse."""
+    from mlxmoe.cli.routing_plot import draw, refuse_without_matplotlib
+
     if plot is not None:
         refuse_without_matplotlib()
     for option, path in (("--trace", trace), ("--plot", plot)):
@@ -81,7 +86,7 @@ def profile(
     said = None if text is None else _read_text(text, tokens)
     expert_bytes: int | None = None
     if model is not None and model.endswith(".npz"):
-        recorded = Trace.load(model)
+        recorded = mlxmoe.Trace.load(model)
     else:
         engine = common.load_engine(
             model,
@@ -103,7 +108,7 @@ def profile(
     if trace is not None:
         recorded.save(trace)
     try:
-        stats = routing_stats(recorded)
+        stats = mlxmoe.routing_stats(recorded)
     except ValueError as error:
         raise RequestError(f"{model}: {error} Record a longer one.") from error
     if plot is not None:

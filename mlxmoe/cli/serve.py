@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlxmoe import Engine, PrefixStore, RequestError, SavedStateError
+from mlxmoe import RequestError, SavedStateError
 from mlxmoe.cli import common
 from mlxmoe.durations import parse_duration
-from mlxmoe.hub import demo_folder
-from mlxmoe.memory.reading import MemoryReader, usable_bytes
 from mlxmoe.memory.sizes import parse_bytes
 from mlxmoe.serving.desk.limits import DeskLimits
 from mlxmoe.serving.http.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from mlxmoe import Engine, PrefixStore
     from mlxmoe.serving.desk.desk import EngineDesk
 
 FOR_EVER = "forever"
@@ -224,6 +223,9 @@ def _store(prefixes: str, memory: str | None, exact: bool) -> PrefixStore | None
     """Where the next turn of a conversation finds what was read of it before."""
     if prefixes.strip() == "0":
         return None
+    from mlxmoe import PrefixStore
+    from mlxmoe.memory.reading import MemoryReader, usable_bytes
+
     if prefixes != AUTO:
         return PrefixStore(prefixes, exact=exact)
     budget = usable_bytes(MemoryReader().read()) if memory is None else parse_bytes(memory, "--memory")
@@ -233,6 +235,8 @@ def _store(prefixes: str, memory: str | None, exact: bool) -> PrefixStore | None
 def _name_of(model: str | None) -> str:
     """A hub id as it is, a folder's own name: no path gets out."""
     if model is None:
+        from mlxmoe.hub import demo_folder
+
         return demo_folder().name
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else model

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 import mlxmoe
-from mlxmoe import RequestError, TuneReport, TuneRow
+from mlxmoe import RequestError
 from mlxmoe.cli import common
-from mlxmoe.cli.tune_plot import draw, refuse_without_matplotlib
-from mlxmoe.hub import Progress as LoadProgress
 from mlxmoe.memory.sizes import format_bytes
-from mlxmoe.tuning.report import percent
-from mlxmoe.tuning.run import TuneProgress
-from mlxmoe.tuning.tuned_report import Goal
-from mlxmoe.tuning.tuner import forget as forget_tuning
+
+if TYPE_CHECKING:
+    from mlxmoe import TuneReport, TuneRow
+    from mlxmoe.hub import Progress as LoadProgress
+    from mlxmoe.tuning.run import TuneProgress
+    from mlxmoe.tuning.tuned_report import Goal
 
 
 @common.reported
@@ -60,6 +60,9 @@ def tune(
     debug: common.Debug = False,
 ) -> None:
     """Measure which context and expert budget suit a model on this machine, and keep that for later loads."""
+    from mlxmoe.cli.tune_plot import draw, refuse_without_matplotlib
+    from mlxmoe.tuning.tuner import forget as forget_tuning
+
     if forget:
         count = forget_tuning(model, revision)
         typer.echo(f"{count} kept tuning{'' if count == 1 else 's'} of {model or 'the built-in demo model'} removed")
@@ -71,7 +74,7 @@ def tune(
     with _progress() as (measuring, loading):
         report = mlxmoe.tune(
             model,
-            goal=cast(Goal | None, goal),  # checked there
+            goal=cast("Goal | None", goal),  # checked there
             min_tps=min_tps,
             budget=budget,
             contexts=None if context is None else context.split(","),
@@ -190,6 +193,8 @@ def _table(report: TuneReport) -> Table:
 
 
 def _cells(row: TuneRow, moe: bool, chosen: bool) -> list[str]:
+    from mlxmoe.tuning.report import percent
+
     hits = "" if row.hit_rate is None else percent(row.hit_rate)
     share = "" if row.expert_share is None else percent(row.expert_share)
     return [

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from mlxmoe.cli import common
-from mlxmoe.verify import VerifyReport, VerifyRow
-from mlxmoe.verify import verify as run_verify
+
+if TYPE_CHECKING:
+    from mlxmoe.verify import VerifyReport, VerifyRow
 
 COLUMNS = {"experts": 7, "slots": 7, "part": 12, "values": 11, "differ": 9, "largest": 8, "misses": 8, "evicted": 8}
 
@@ -26,6 +27,8 @@ def verify(
     debug: common.Debug = False,
 ) -> None:
     """Compare streaming with stock mlx-lm, bit for bit, at every cache size. Exits with 1 on any difference."""
+    from mlxmoe.verify import verify as run_verify
+
     out = Console(highlight=False, soft_wrap=True)
     common.notes.print(
         "Stock mlx-lm answers first; then the same with experts streaming, round by round.", style="dim"
