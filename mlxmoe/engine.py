@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,14 @@ from mlxmoe.errors import RequestError, UnsupportedModelError
 from mlxmoe.experts.profile import ProfileFolder, RoutingProfile
 from mlxmoe.experts.recording import MAX_TOKENS, Recording
 from mlxmoe.experts.trace import Trace
-from mlxmoe.growth import handed_rows, kv_growth
-from mlxmoe.kv.choose import choose
+from mlxmoe.identity import ModelIdentity
+from mlxmoe.kinds import Kind, Kinds
 from mlxmoe.kv.prefix import Prefixes, PrefixStore
 from mlxmoe.kv.settings import KVSettings, checked
 from mlxmoe.loading import LoadedModel
 from mlxmoe.memory.guard import MemoryEvent, Reclaim
 from mlxmoe.memory.limits import hold_pool, hold_wired
-from mlxmoe.memory.plan import KVBytes, Plan
+from mlxmoe.memory.plan import Plan
 from mlxmoe.memory.reading import Pressure, usable_bytes, working_set_bytes
 from mlxmoe.prompts import Prompt, PromptEncoder
 from mlxmoe.reply import Chunk, Replier, ReplyOptions, ReplySettings
@@ -38,15 +38,6 @@ from mlxmoe.tuned import Tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What serves texts whose caches are of one kind. `kv`: what such a cache takes."""
-
-    prompts: PromptEncoder
-    replier: Replier
-    kv: KVBytes
 
 
 class Engine:
@@ -76,7 +67,8 @@ class Engine:
         self._identify = loaded.identify
         self._prefixes = prefixes
         self._owns_prefixes = owns_prefixes
-        stored = self._stored(chunk_tokens)  # may raise: before anything is held
+        stored = partial(_stored, prefixes, loaded.identify)
+        own_prefixes = stored(chunk_tokens)  # may raise: before anything is held
         spare = () if prefixes is None else (Reclaim("the prefix store", prefixes.shrink_step, prefixes.shrink),)
         room = Room(loaded.experts, loaded.plan, loaded.kv)
         self._let_go = [hold_pool(loaded.plan.pool_bytes, self)]
@@ -89,13 +81,20 @@ class Engine:
             chunk_tokens=chunk_tokens,
             kv_choice=loaded.kv_choice,
             upkeep=self._balance,
-            prefixes=stored,
+            prefixes=own_prefixes,
         )
         self._context = context = loaded.plan.context
         self._prompts = PromptEncoder(loaded.tokenizer, loaded.path.name, loaded.vocab_size, context)
         self._replier = Replier(self._decoder, loaded.tokenizer, context, loaded.experts.lookups)
-        self._kinds_lock = threading.RLock()  # a signal handler may close the engine while it is held
-        self._kinds = {self.kv_settings: _Kind(self._prompts, self._replier, loaded.kv)}
+        self._kinds = Kinds(
+            self.kv_settings,
+            Kind(self._prompts, self._replier, loaded.kv),
+            tokenizer=loaded.tokenizer,
+            name=loaded.path.name,
+            experts=loaded.experts,
+            balance=self._balance,
+            stored=stored,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -199,7 +198,7 @@ class Engine:
         they would break, WindowError for sinks that leave it too little of its context, or for what are no settings.
         """
         self._decoder.new_cache()  # raises if the engine is closed
-        kind = self._kind(self.kv_settings if kv_settings is None else checked(kv_settings))
+        kind = self._kinds.of(self.kv_settings if kv_settings is None else checked(kv_settings))
         return Session(kind.replier, kind.prompts, self._balance.lease(kind.kv), system, self._identify)
 
     def batch(self, *, together: bool | None = None) -> Batch:
@@ -336,10 +335,7 @@ class Engine:
 
         Raises RequestError, and then nothing has changed, where it is called within a step (by a signal handler).
         """
-        self._experts.passes.refuse_within()  # before the lock: who holds it may wait for this thread's pass
-        with self._kinds_lock:  # and so for one that is being made
-            for kind in self._kinds.values():  # the engine's own first
-                kind.replier.decoder.close()
+        self._kinds.close()
         self._balance.close()
         for let_go in self._let_go:
             let_go()
@@ -348,45 +344,13 @@ class Engine:
             self._prefixes.shrink()
         mx.clear_cache()
 
-    def _kind(self, settings: KVSettings) -> _Kind:
-        """What serves sessions with such caches; the engine's own is there from the start."""
-        if settings in self._kinds:
-            return self._kinds[settings]
-        self._experts.passes.refuse_within()  # before the lock: who holds it may wait for this thread's pass
-        with self._kinds_lock:
-            if settings not in self._kinds:
-                self._kinds[settings] = self._new_kind(settings)
-            return self._kinds[settings]
-
-    def _new_kind(self, settings: KVSettings) -> _Kind:
-        plan, model = self.plan, self.model  # raises if the engine is closed
-        chunk_tokens = min(self._decoder.chunk_tokens, plan.context or self._decoder.chunk_tokens)  # as planned
-        with self._experts.listening():
-            choice = choose(model, settings, plan.model_context)
-            kv, handed = kv_growth(model, choice.caches), handed_rows(model, choice, chunk_tokens)
-        context = None if choice.endless else plan.context or plan.model_context
-        decoder = Decoder(
-            model,
-            self._experts,
-            chunk_tokens=chunk_tokens,
-            kv_choice=choice,
-            upkeep=self._balance,
-            prefixes=self._stored(chunk_tokens),
-        )
-        return _Kind(
-            PromptEncoder(self.tokenizer, self.path.name, self._prompts.vocab, context),
-            Replier(decoder, self.tokenizer, context, self._experts.lookups),
-            replace(kv, rows=(*kv.rows, *handed)),
-        )
-
-    def _stored(self, chunk_tokens: int) -> Prefixes | None:
-        """What the prefix store has of this model, where prompts are divided into chunks of `chunk_tokens`."""
-        if self._prefixes is None:
-            return None
-        return Prefixes(self._prefixes, self._identify().content, chunk_tokens)
-
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _stored(store: PrefixStore | None, identify: Callable[[], ModelIdentity], chunk_tokens: int) -> Prefixes | None:
+    """What the prefix store has of this model, where prompts are divided into chunks of `chunk_tokens`."""
+    return None if store is None else Prefixes(store, identify().content, chunk_tokens)

@@ -25,7 +25,7 @@ FLOORS = [
     ["tuning"],
     ["starting"],
     ["verify", "engine", "doctor"],
-    ["session", "batch"],
+    ["session", "batch", "kinds"],
     ["reply", "loading"],
     ["tuned", "dividing"],
     ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],

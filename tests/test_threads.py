@@ -84,7 +84,7 @@ def test_threads_that_ask_for_one_kind_of_session_share_it(demo: Engine, monkeyp
         time.sleep(0.05)
         return choose(*arguments)
 
-    monkeypatch.setattr("mlxmoe.engine.choose", slowly)
+    monkeypatch.setattr("mlxmoe.kinds.choose", slowly)
     with ThreadPoolExecutor(4) as pool:
         sessions = [pool.submit(demo.session, kv_settings=WINDOWED) for _ in range(4)]
     repliers = {id(session.result()._replier) for session in sessions}
@@ -105,7 +105,7 @@ def test_a_kind_that_is_being_made_while_the_engine_closes_is_closed_or_refused(
         time.sleep(0.1)
         return choose(*arguments)
 
-    monkeypatch.setattr("mlxmoe.engine.choose", slowly)
+    monkeypatch.setattr("mlxmoe.kinds.choose", slowly)
     with ThreadPoolExecutor(1) as pool:
         session = pool.submit(demo.session, kv_settings=WINDOWED)
         begun.wait()
@@ -113,15 +113,15 @@ def test_a_kind_that_is_being_made_while_the_engine_closes_is_closed_or_refused(
     with pytest.raises(EngineClosedError):
         session.result().generate("In the beginning")
     with pytest.raises(EngineClosedError):
-        demo._kind(KVSettings(window=33))
+        demo._kinds.of(KVSettings(window=33))
 
 
 def test_a_signal_handler_within_a_pass_is_refused_while_another_thread_waits_for_that_pass(demo: Engine) -> None:
     with ThreadPoolExecutor(1) as pool:
         with demo._experts.passes.one():
             session = pool.submit(demo.session, kv_settings=WINDOWED)
-            while demo._kinds_lock.acquire(blocking=False):
-                demo._kinds_lock.release()
+            while demo._kinds._lock.acquire(blocking=False):
+                demo._kinds._lock.release()
             with pytest.raises(RequestError, match="in the middle of a step"):
                 demo.close()
             with pytest.raises(RequestError, match="in the middle of a step"):

@@ -271,7 +271,7 @@ def test_a_session_holds_room_for_the_rows_that_its_widest_layer_is_handed(tmp_p
             (KVSettings(64), 3 * 64 * row_bytes, 64 + 400 + 4),  # trained for 512, the next step is beyond the text
             (KVSettings(kv_bits=8), 3 * 1024 * packed_bytes, 1024),
         ):
-            kind = engine._kind(settings)
+            kind = engine._kinds.of(settings)
             assert kind.replier.decoder.chunk_tokens == 400
             held = kind.kv.of(800) - stored_bytes
             assert handed * row_bytes <= held <= (handed + 8) * row_bytes
