@@ -7,9 +7,6 @@ for chunk in llm.stream("Why is the sky blue?"):
     print(chunk, end="", flush=True)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from mlxmoe.errors import (
     CheckpointError,
     CheckpointReadError,
@@ -33,6 +30,7 @@ from mlxmoe.errors import (
 )
 from mlxmoe.version import __version__
 
+TYPE_CHECKING = False  # typing's takes longer to import than all of this; type checkers know the name
 if TYPE_CHECKING:  # for type checkers and editors; for Python the same in the table below
     from mlxmoe.engine import Engine
     from mlxmoe.experts.recording import Recording
@@ -134,11 +132,13 @@ _HOMES = {
     "tune": "mlxmoe.tuning",
 }
 
-if not TYPE_CHECKING:  # which would take any name for a public one
+if not TYPE_CHECKING:  # who sees this would take any name for a public one
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value
 
