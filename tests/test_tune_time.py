@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 from test_tune_search import FLOOR, LAYERS, plan_of
 from typer.testing import CliRunner
 
-from mlxmoe.cli.main import app
+from mlxmoe.cli.commands import app
 from mlxmoe.memory.plan import replan
 from mlxmoe.tuning import bench as benches
 from mlxmoe.tuning.bench import EngineBench
