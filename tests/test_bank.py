@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,10 +133,12 @@ def test_a_failed_read_leaves_no_lie_behind(layer: Layer, slots: int, sequences:
             use(bank, sequence)
 
 
-def interrupted_banks(layer: Layer, act: Callable[[ExpertBank], object]) -> Iterator[ExpertBank]:
+def interrupted_banks(
+    layer: Layer, act: Callable[[ExpertBank], object], reader: ExpertReader | None = None
+) -> Iterator[ExpertBank]:
     """For each line of `act` a bank of four, filled, in which it was interrupted there."""
     for nth in itertools.count(1):
-        bank = layer.bank(4)
+        bank = layer.bank(4, reader)
         use(bank, [0, 1, 2, 3])
         sys.settrace(InterruptAt.in_files(nth, "experts/bank.py", "experts/slots.py", "experts/policy.py"))
         try:
@@ -272,20 +275,83 @@ def test_a_guess_takes_a_slot_only_once_its_first_byte_is_read(layer: Layer) -> 
     reader = ExpertReader(layer.files, preadv=held)
     bank = layer.bank(4, reader)
     use(bank, [0, 1, 2, 3])
-    bank._begun = 1  # so that two are tried
-    before = bank.resident
+    held.let_go.set()
+    bank.expect([4])  # is begun before the call comes: next time two are tried
+    assert all(held.begun.acquire(timeout=5) for _ in range(2))
+    use(bank, [4])
+    held.let_go.clear()
+    before, evictions = bank.resident, bank.counters.evictions
     bank.expect([6, 7])
     assert all(held.begun.acquire(timeout=5) for _ in range(2)), "both pieces of the first are read, in two threads"
     assert not held.begun.acquire(timeout=0.05), "no third thread reads what nobody waits for"
     assert len(bank.resident) == 2
+    first, second, *others = before
     threading.Timer(0.05, held.let_go.set).start()
-    bank.want([3], top_k=1)
+    bank.want([others[0]], top_k=1)
     bank.used()
-    assert bank.resident == {expert: slot for expert, slot in before.items() if expert != 0}, "1 never lost its slot"
-    assert bank.counters.early_bytes == bank.expert_bytes, "what was read of 6, and nothing of 7"
-    assert bank.counters.evictions == 1
+    kept = {expert: slot for expert, slot in before.items() if expert != first}
+    assert bank.resident == kept, f"{second} never lost its slot"
+    assert bank.counters.early_bytes == 2 * bank.expert_bytes, "what was read of 4 and of 6, and nothing of 7"
+    assert bank.counters.evictions == evictions + 1
     check(bank)
     reader.close()
+
+
+def test_what_is_guessed_twice_is_useful_once_and_only_to_a_call(layer: Layer) -> None:
+    held = Held()
+    reader = ExpertReader(layer.files, preadv=held)
+    bank = layer.bank(4, reader)
+    bank.expect([6])
+    assert all(held.begun.acquire(timeout=5) for _ in range(2))
+    bank.expect([6])
+    assert bank.counters.early_useful_bytes == bank.counters.early_bytes == 0
+    threading.Timer(0.05, held.let_go.set).start()
+    use(bank, [6])
+    assert bank.counters.early_useful_bytes == bank.counters.early_bytes == bank.expert_bytes
+    reader.close()
+
+
+def test_while_the_disk_gets_to_all_that_is_guessed_the_bound_does_not_fall(layer: Layer) -> None:
+    bank = layer.bank(6)
+    use(bank, list(range(6)))
+    for guess in ([6], [7, 0], [0, 1], [6]):  # 1, 1, 2 and 1 reads, each begun before its call
+        bank.expect(guess)
+        while any(not coming.read.ready for coming in bank._coming.values()):
+            time.sleep(0.001)
+        use(bank, guess)
+    bank.expect([expert for expert in range(EXPERTS) if expert not in bank.resident])
+    assert len(bank._coming) == 2, "as many as there are to read: three might be tried"
+    bank.await_early()
+    bank._reader.close()
+
+
+@pytest.mark.parametrize("sequence", [[6], [3], [7, 0, 1, 2, 6]], ids=["guessed", "not", "waves"])
+def test_an_interrupt_at_any_line_of_a_guess_and_its_call_leaves_no_lie_and_no_lost_slot(
+    layer: Layer, sequence: list[int]
+) -> None:
+    """With reads that take a moment: some are begun, some withdrawn, some under way when the call comes."""
+
+    def slowly(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.0002)
+        return os.preadv(descriptor, buffers, offset)
+
+    def act(bank: ExpertBank) -> None:
+        bank.expect([4, 6, 7, 5])
+        use(bank, sequence)
+        bank.expect([5, 7])
+        bank.await_early()
+
+    interrupted = 0
+    for bank in interrupted_banks(layer, act, ExpertReader(layer.files, preadv=slowly)):
+        interrupted += 1
+        check(bank)
+        time.sleep(0.0005)
+        check(bank)
+        use(bank, [6, 7, 5, 4])
+        bank.await_early()
+        assert len(bank.resident) == 4, "no slot was lost"
+    assert interrupted > 50
 
 
 @given(

@@ -150,6 +150,19 @@ def test_what_is_waited_for_is_read_before_what_was_begun_early(file: Path) -> N
     reader.close()
 
 
+def test_more_threads_read_what_is_in_a_hurry_than_what_nobody_waits_for(file: Path) -> None:
+    slow = Slow()
+    reader, target = ExpertReader(state(file), threads=4, preadv=slow), bytearray(SIZE)
+    read = reader.start(scattered(file, target, 6), early=True)
+    assert all(slow.begun.acquire(timeout=5) for _ in range(2))
+    assert not slow.begun.acquire(timeout=0.05)
+    read.hurry()
+    assert all(slow.begun.acquire(timeout=5) for _ in range(2)), "the other two threads"
+    slow.let_go.set()
+    read.wait()
+    reader.close()
+
+
 def test_a_dropped_read_writes_no_more(file: Path) -> None:
     slow = Slow()
     reader, target = ExpertReader(state(file), threads=2, preadv=slow), bytearray(SIZE)

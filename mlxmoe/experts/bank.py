@@ -40,7 +40,7 @@ class BankCounters:
     unforeseen: int = 0
 
 
-class _Room(NamedTuple):
+class _Loan(NamedTuple):
     """A slot to read into. `victim`: who is there until the first byte is read, None in a free one; `last_call`: in
     which call the victim was last used.
     """
@@ -53,7 +53,7 @@ class _Room(NamedTuple):
 class _Coming(NamedTuple):
     """An expert that is being read."""
 
-    room: _Room
+    loan: _Loan
     read: Read
 
 
@@ -83,7 +83,7 @@ class ExpertBank:
         self._wanted: list[int] = []  # of the call under way
         self._free: list[int] = []
         self._guessed: frozenset[int] = frozenset()  # what the next call was expected to want
-        self._begun = 0  # how many reads for the last guess that a call came for had begun by then
+        self._begun = 0  # how many reads for a guess begin before the call for it comes, by what is known
         self._needed: set[int] = set()  # those of the wanted whose slots may not be overwritten yet
         self._recover()
         if slots is None:
@@ -159,7 +159,7 @@ class ExpertBank:
         wanted = last_use.keys()
         self._wanted, self._needed = list(wanted), set(wanted)
         if self._coming:
-            self._take_in()
+            self._take_in(called=True)
         if self._guessed:
             foreseen = len(wanted & self._guessed)
             self.counters.foreseen += foreseen
@@ -186,22 +186,21 @@ class ExpertBank:
             return False
         slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
         read = self._reader.start(self._memory.pieces(missing, slots))
-        self._coming.update(zip(missing, (_Coming(_Room(slot), read) for slot in slots), strict=True))
+        self._coming.update(zip(missing, (_Coming(_Loan(slot), read) for slot in slots), strict=True))
         return True
 
     def arrive(self, wave: Sequence[int]) -> None:
         """Wait until every expert of `wave`, which was fetched, is in its slot. Raises CheckpointReadError."""
         arrived = [expert for expert in wave if expert in self._coming]
         for expert in arrived:
-            room, read = self._coming[expert]
+            loan, read = self._coming[expert]
             try:
                 read.wait()
             except CheckpointReadError:
                 if not read.early:
                     raise
-                self._reader.read(
-                    self._memory.pieces([expert], [room.slot])
-                )  # a guess costs a read at most, never a reply
+                # a guess costs a read at most, never a reply
+                self._reader.read(self._memory.pieces([expert], [loan.slot]))
             self.counters.bytes_read += 0 if read.early else self.expert_bytes
         self._settle_in(arrived)
 
@@ -220,7 +219,7 @@ class ExpertBank:
         """Begin to read what is not here of `experts`, which the next call will probably want, the surest first.
 
         As `fetch`, between two calls. What else reads slots must have been evaluated. A slot is the victim's again
-        where no byte was read into it by the next call. At most one read more than last time was begun by then.
+        where no byte was read into it by the next call. Slots are lent for one read more than the disk got to lately.
         """
         if self._changing:
             self._recover()
@@ -228,18 +227,17 @@ class ExpertBank:
         guessed = dict.fromkeys(experts)
         self._needed, self._guessed = set(guessed), frozenset(guessed)
         if self._coming:  # of a guess that no call came for
-            self._take_in()
+            self._take_in(called=False)
         missing = [expert for expert in guessed if expert not in self._policy and expert not in self._coming]
-        rooms = self._lend(min(len(missing), self._begun + 1))
-        for expert in missing[: len(rooms)]:
+        loans = self._lend(min(len(missing), self._begun + 1))
+        for expert in missing[: len(loans)]:
             try:
-                read = self._reader.start(self._memory.pieces([expert], [rooms[0].slot]), early=True)
+                read = self._reader.start(self._memory.pieces([expert], [loans[0].slot]), early=True)
             except CheckpointReadError:
                 break  # whoever needs it will say so
-            self._coming[expert] = _Coming(rooms.popleft(), read)
-            self.counters.early_bytes += self.expert_bytes
-        for room in rooms:
-            self._give_back(room)
+            self._coming[expert] = _Coming(loans.popleft(), read)
+        for loan in loans:
+            self._give_back(loan)
         self._changing = False
 
     def await_early(self) -> None:
@@ -248,7 +246,7 @@ class ExpertBank:
             self._recover()
         if self._coming:
             self._changing, self._needed = True, set()
-            self._take_in()
+            self._take_in(called=False)
             self._changing = False
 
     def resize(self, slots: int) -> None:
@@ -320,33 +318,44 @@ class ExpertBank:
         free = iter(sorted(set(range(slots)) - set(slot_of.values())))
         return {expert: slot if slot < slots else next(free) for expert, slot in slot_of.items()}
 
-    def _take_in(self) -> None:
-        """See to what was read early: what has come or is needed stays, of the others no thread reads on."""
-        for expert, (room, read) in list(self._coming.items()):  # first: threads go on while others are dropped
-            if read.withdraw():
-                self.counters.early_bytes -= self.expert_bytes
-                del self._coming[expert]
-                self._give_back(room)
-        self._begun = len(self._coming)
-        for expert, (room, read) in list(self._coming.items()):
+    def _take_in(self, *, called: bool) -> None:
+        """See to what was read early: what has come or is needed stays, of the others no thread reads on.
+
+        `called`: whether the needed are wanted now, and not a guess once more.
+        """
+        withdrawn = [expert for expert, coming in self._coming.items() if coming.read.withdraw()]
+        for expert in withdrawn:  # all first: threads go on while others are dropped
+            self._give_back(self._coming.pop(expert).loan)
+        if called:
+            self._begun = len(self._coming) if withdrawn else max(self._begun, len(self._coming))
+        for expert, (loan, read) in list(self._coming.items()):
             needed = expert in self._needed
             if read.ready:
                 self._settle_in([expert])
-                self.counters.early_useful_bytes += needed * self.expert_bytes
             elif needed and not read.failed:
-                read.hurry()
-                self.counters.early_useful_bytes += self.expert_bytes
+                if called:
+                    read.hurry()
             else:
-                self.counters.early_bytes -= read.drop()
+                unread = read.drop()
                 del self._coming[expert]
-                self._free.append(room.slot)
+                self._free.append(loan.slot)
+                self._note_early(loan, self.expert_bytes - unread)
+                continue
+            self.counters.early_useful_bytes += (called and needed) * self.expert_bytes
 
     def _settle_in(self, arrived: Sequence[int]) -> None:
         for expert in arrived:
-            self._slot_of[expert] = self._coming[expert].room.slot
+            self._slot_of[expert] = self._coming[expert].loan.slot
         self._policy.admit(arrived)
         for expert in arrived:
-            del self._coming[expert]
+            loan, read = self._coming.pop(expert)
+            if read.early:
+                self._note_early(loan, self.expert_bytes)
+
+    def _note_early(self, loan: _Loan, nbytes: int) -> None:
+        """So much was read into `loan` for a guess: it was the victim's."""
+        self.counters.early_bytes += nbytes
+        self.counters.evictions += loan.victim is not None
 
     def _make_room(self, count: int) -> bool:
         """Have `count` slots free, of experts that the call needs no more. False, and nothing, if that cannot be."""
@@ -361,21 +370,19 @@ class ExpertBank:
         self.counters.evictions += short
         return True
 
-    def _lend(self, count: int) -> deque[_Room]:
+    def _lend(self, count: int) -> deque[_Loan]:
         """At most `count` slots, free ones first, then of experts that are not needed; to be kept or given back."""
-        rooms = deque(map(_Room, self._free[:count]))
+        loans = deque(map(_Loan, self._free[:count]))
         self._free = self._free[count:]
-        for victim, last_call in self._policy.evict(count - len(rooms), self._needed).items():
-            rooms.append(_Room(self._slot_of[victim], victim, last_call))
+        for victim, last_call in self._policy.evict(count - len(loans), self._needed).items():
+            loans.append(_Loan(self._slot_of[victim], victim, last_call))
             self._slot_of[victim] = EMPTY
-            self.counters.evictions += 1
-        return rooms
+        return loans
 
-    def _give_back(self, room: _Room) -> None:
+    def _give_back(self, loan: _Loan) -> None:
         """Nothing was read into it."""
-        if room.victim is None:
-            self._free.append(room.slot)
+        if loan.victim is None:
+            self._free.append(loan.slot)
             return
-        self._slot_of[room.victim] = room.slot
-        self._policy.admit([room.victim], room.last_call)
-        self.counters.evictions -= 1
+        self._slot_of[loan.victim] = loan.slot
+        self._policy.admit([loan.victim], loan.last_call)

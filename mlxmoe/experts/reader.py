@@ -162,6 +162,7 @@ class _Queue:
             if read in self.early:
                 self.early.remove(read)
                 self.demand.appendleft(read)
+                self.work.notify(len(read.waiting))  # more threads read this than what nobody waits for
 
     def drop(self, read: Read) -> int:
         with self.lock:

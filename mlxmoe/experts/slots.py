@@ -31,7 +31,7 @@ class Home(NamedTuple):
 
 
 class SlotMemory:
-    """For each expert tensor one array `[slots, ...]`, at its home. To be bound before it is written to.
+    """For each expert tensor one array `[slots, ...]`, at its home. `recover` comes before the first use.
 
     `homes`: where the layer's stacked arrays `[experts, ...]` are. They are replaced, only their shapes and dtypes
     are used; where `slots` is None they hold every expert already, and stay. `tensors`: where the bytes of each lie,
@@ -62,15 +62,6 @@ class SlotMemory:
         """Bytes that the slots occupy, filled or not."""
         return sum(home.array.nbytes for home in self._homes.values())
 
-    def bind(self) -> None:
-        """Take the arrays as they are at home: their number of slots, and a view of each."""
-        arrays = list(self.arrays.values())
-        mx.eval(arrays)
-        (self.slots,) = {array.shape[0] for array in arrays}
-        self._views = [_slot_views(array) for array in arrays]
-        for tensor, views in zip(self._tensors, self._views, strict=True):
-            assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
-
     def move(self, source: Mapping[int, int], slots: int) -> None:
         """Have `slots` slots, slot `n` with what slot `source[n]` held; what the others hold does not matter.
 
@@ -81,7 +72,7 @@ class SlotMemory:
             self._views.clear()  # they keep the old arrays alive
             home.owner[home.key] = _rows(home.array, source, slots)
             mx.clear_cache()
-        self.bind()
+        self._bind()
 
     def recover(self) -> None:
         """After anything that was cut short. Arrays longer than others are cut: kernels want one number of slots."""
@@ -90,7 +81,7 @@ class SlotMemory:
             if home.array.shape[0] > count:
                 self._views.clear()
                 home.owner[home.key] = _rows(home.array, {}, count)
-        self.bind()
+        self._bind()
 
     def view(self, name: str, slot: int) -> memoryview:
         """The bytes of one tensor of one slot, writable."""
@@ -103,6 +94,15 @@ class SlotMemory:
             for expert, slot in zip(experts, slots, strict=True)
             for tensor, views in zip(self._tensors, self._views, strict=True)
         ]
+
+    def _bind(self) -> None:
+        """Take the arrays as they are at home: their number of slots, and a view of each."""
+        arrays = list(self.arrays.values())
+        mx.eval(arrays)
+        (self.slots,) = {array.shape[0] for array in arrays}
+        self._views = [_slot_views(array) for array in arrays]
+        for tensor, views in zip(self._tensors, self._views, strict=True):
+            assert len(views[0]) == tensor.nbytes, "an expert on disk and a slot are of one size"
 
 
 def _slot_views(array: mx.array) -> list[memoryview]:
