@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from mlxmoe.identity import FolderIdentity, ModelIdentity, source_states
 from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.experts import MoeLayer
-from mlxmoe.memory.plan import KVBytes, Plan, by_hit_rates
+from mlxmoe.memory.plan import KVBytes, Plan
 from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
 from mlxmoe.tuned import Tuning
@@ -91,6 +91,11 @@ def load_folder(
     """
     sources = source_states(path, adapter)  # first: a change after this is one since it was loaded
     opened = open_folder(path, adapter=adapter, trust_remote_code=trust_remote_code, kv_settings=kv_settings)
+    files = {**opened.checkpoint.files, **sources}
+    identify = partial((identity or FolderIdentity(path, adapter)).of, files)
+    profile = _kept_profile(opened.layers, lambda: identify().digest) if warm and opened.layers else None
+    if profile is not None:
+        opened = replace(opened, layers=profile.with_hit_rates(opened.layers))
     bound = None if opened.kv_choice.endless else opened.model_context
     context = _asked_context(path, bound, context)
     plan, tuning = _divide_as_tuned(
@@ -108,17 +113,9 @@ def load_folder(
             "%s was made for %s tokens of context; %s fit the memory beside its experts. Set context= to choose.",
             path.name, bound, plan.context,
         )  # fmt: skip
-    files = {**opened.checkpoint.files, **sources}
-    identify = partial((identity or FolderIdentity(path, adapter)).of, files)
-    profile, layers = None, opened.layers
-    if warm and any(plan.slots[layer.path] < layer.num_experts for layer in layers):
-        profile = _kept_profile(layers, lambda: identify().digest)
-        if profile is not None and profile.hit_rates:
-            layers = tuple(profile.measured(layers))
-            plan = by_hit_rates(plan, layers)
     cache = ExpertCache(
         opened.modules,
-        layers,
+        opened.layers,
         lambda: locate_experts(opened.model, opened.modules, opened.checkpoint),
         ExpertReader(opened.checkpoint.files),
     )

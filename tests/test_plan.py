@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxmoe.errors import MemoryBudgetError
 from mlxmoe.memory.experts import MoeLayer, divide_slots, expert_budget
-from mlxmoe.memory.plan import KVBytes, Rows, by_hit_rates, make_plan, replan
+from mlxmoe.memory.plan import KVBytes, Rows, make_plan, replan
 from mlxmoe.memory.sizes import format_bytes, parse_bytes
 
 
@@ -81,16 +81,14 @@ def test_hits_decide_from_half_of_the_experts_on_and_where_all_are_known() -> No
     assert by_hits(6, flat, ()) == [3, 3]
 
 
-def test_a_plan_keeps_its_bytes_when_hits_become_known() -> None:
-    made = plan(memory_bytes=23_000)
+def test_a_plan_and_what_follows_it_divide_by_hits() -> None:
     flat, steep = (0, 0.1, *[0.2] * 7), tuple(n / 8 for n in range(9))
     layers = [dataclasses.replace(m, hit_rates=rates) for m, rates in zip(LAYERS, (steep, flat) * 2, strict=True)]
-    anew = by_hit_rates(made, layers)
-    assert anew == dataclasses.replace(made, slots=anew.slots)
-    assert list(made.slots.values()) == [5, 5, 5, 5]
-    assert list(anew.slots.values()) == [8, 2, 8, 2]
-    assert list(replan(anew, layers, "50%").slots.values()) == [8, 2, 4, 2]
-    assert list(replan(anew, layers, "25%").slots.values()) == [2, 2, 2, 2]
+    made = plan(layers, memory_bytes=23_000)
+    assert list(plan(memory_bytes=23_000).slots.values()) == [5, 5, 5, 5]
+    assert list(made.slots.values()) == [8, 2, 8, 2]
+    assert list(replan(made, layers, "50%").slots.values()) == [8, 2, 4, 2]
+    assert list(replan(made, layers, "25%").slots.values()) == [2, 2, 2, 2]
 
 
 LAYERS = [MoeLayer(f"layers.{n}", 8, 2, 1000) for n in range(4)]
@@ -122,9 +120,9 @@ def test_too_small_a_budget_says_what_one_token_needs() -> None:
     )
 
 
-def plan(**options: Any) -> Any:
+def plan(layers: Sequence[MoeLayer] | None = None, **options: Any) -> Any:
     return make_plan(
-        LAYERS,
+        LAYERS if layers is None else layers,
         **{
             "trunk_bytes": 1000,
             "kv": KVBytes(step_bytes=500),

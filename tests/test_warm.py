@@ -110,6 +110,9 @@ def test_with_a_profile_slots_are_where_the_layers_want_them_and_the_bits_the_sa
         engine.resize("50%")
         assert slots_of(engine) == [8 if n == busy else 2 for n in range(3)]
         assert mx.array_equal(engine.logits(TOKENS), whole)
+    with load(tiny, experts="all") as engine:
+        engine.resize("50%")
+        assert slots_of(engine) == [8 if n == busy else 2 for n in range(3)]
     with load(tiny, experts="50%", warm=False) as engine:
         assert slots_of(engine) == [4, 4, 4]
     with load(tiny, experts="25%") as engine:

@@ -74,9 +74,9 @@ class RoutingProfile:
         counts = self.counts[path]
         return sorted(range(len(counts)), key=lambda expert: -counts[expert])
 
-    def measured(self, layers: Sequence[MoeLayer]) -> list[MoeLayer]:
+    def with_hit_rates(self, layers: Sequence[MoeLayer]) -> tuple[MoeLayer, ...]:
         """`layers` with what is known of their hits."""
-        return [replace(layer, hit_rates=tuple(self.hit_rates.get(layer.path, ()))) for layer in layers]
+        return tuple(replace(layer, hit_rates=tuple(self.hit_rates.get(layer.path, ()))) for layer in layers)
 
 
 class ProfileFolder:

@@ -201,12 +201,6 @@ def replan(plan: Plan, layers: Sequence[MoeLayer], experts: int | float | str) -
     return replace(plan, bank_bytes=sum(slots[m.path] * m.expert_bytes for m in layers), slots=slots)
 
 
-def by_hit_rates(plan: Plan, layers: Sequence[MoeLayer]) -> Plan:
-    """`plan` with the bytes of its banks divided anew between `layers`, whose hit rates are known now."""
-    slots = divide_slots(plan.bank_bytes, layers)
-    return replace(plan, bank_bytes=sum(slots[m.path] * m.expert_bytes for m in layers), slots=slots)
-
-
 class _Split:
     """What KV cache and prefill take, and the levers: the size of prefill chunks, and the context."""
 
