@@ -129,21 +129,22 @@ class ExpertBank:
         assert EMPTY not in slots, "every expert of a wave has arrived"
         return slots
 
-    def slots_of_hits(self, experts: Sequence[int], top_k: int) -> list[int] | None:
-        """A whole call for `experts`, as from `want` to `used`, if each has a slot: those. Else None, and nothing.
+    def slots_of_hits(self, experts: Sequence[int]) -> list[int] | None:
+        """The slots of a call for `experts` if each has one: `used_hits` is to follow. Else None, and nothing.
 
-        Most calls of most layers take this way, so it is kept short.
+        Most calls of most layers take this way instead of that from `want` to `used`, so it is kept short.
         """
         if self._changing or self._coming or self._guessed:
             return None
         slot_of = self._slot_of
         slots = [slot_of[expert] for expert in experts]
-        if EMPTY in slots:
-            return None
+        return None if EMPTY in slots else slots
+
+    def used_hits(self, experts: Sequence[int], top_k: int) -> None:
+        """A call for `experts`, `top_k` for each token in turn, found all of them in their slots."""
         self._policy.count(experts, top_k)
         self._policy.touch(experts)
         self.counters.hits += len(set(experts))
-        return slots
 
     def want(self, experts: Sequence[int], top_k: int) -> list[list[int]]:
         """A call wants these experts, `top_k` for each token in turn. Returns them in waves; counts hits.

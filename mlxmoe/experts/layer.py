@@ -117,7 +117,7 @@ class ExpertStream:
         flat = indices.flatten()  # a copy of what is a view, within the one evaluation
         mx.eval(flat, self._pending, guess)
         experts = cast(list[int], flat.tolist())
-        slots = bank.slots_of_hits(experts, top_k)
+        slots = bank.slots_of_hits(experts)
         waves = [] if slots is not None else bank.want(experts, top_k)
         if self.foretold is not None:
             self.foretold.note_call(set(experts))
@@ -131,9 +131,11 @@ class ExpertStream:
             for wave in waves:
                 bank.arrive(wave)
             out = forward(x, _shaped(bank.slots_of(experts) if slots is None else slots, indices))
-        if waves:
+        start_computing(out)  # while the host sees to the rest, and builds what comes next
+        if slots is None:
             bank.used()
-        start_computing(out)  # while the host builds what comes next
+        else:
+            bank.used_hits(experts, top_k)
         return out
 
     def _in_waves(
