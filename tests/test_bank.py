@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -362,9 +363,13 @@ def test_guesses_leave_no_lie_and_lose_no_slot(
     layer: Layer, slots: int, steps: list[tuple[list[int], list[int]]]
 ) -> None:
     bank = layer.bank(slots)
+    before = asdict(bank.counters)
     for guess, sequence in steps:
         bank.expect(guess[:slots])
         check(bank)
+        now = asdict(bank.counters)
+        assert all(now[name] >= before[name] for name in now), "whoever watches a counter takes a fall for a restart"
+        before = now
         if sequence:
             use(bank, sequence)
             assert len(bank.resident) + len(bank._free) == slots

@@ -129,6 +129,7 @@ def test_ctrl_c_ends_a_reply_with_130_and_keeps_what_was_said() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
     line = f"{sys.executable} -m mlxmoe generate And --max-tokens 200 -q | head -c 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=120)
@@ -175,6 +176,7 @@ def test_models_lists_what_mlx_lm_defines() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.slow
 def test_the_first_words_come_before_the_last_are_made() -> None:
     arguments = [sys.executable, "-m", "mlxmoe", "generate", "And", "--max-tokens", "120", "-q"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)

@@ -61,6 +61,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_once_then_read_offline(hub: StandIn, machine: Machine, tiny: Path) -> None:
     size = sum(file.stat().st_size for file in tiny.iterdir())
     out = machine.load(hub.url, "org/tiny")
@@ -73,6 +74,7 @@ def test_a_model_is_downloaded_once_then_read_offline(hub: StandIn, machine: Mac
     assert dict(hub.sent) == sent, "nothing was sent twice"
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_keeps_the_files_that_are_whole(
     hub: StandIn, machine: Machine, tiny: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def split_in_shards(folder: Path, count: int) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_is_an_error_with_a_way_out(machine: Machine) -> None:
     out = machine.load("http://127.0.0.1:9", "org/tiny")
     assert out.startswith("DownloadError org/tiny is not")

@@ -273,6 +273,7 @@ def test_the_command_prints_a_table_that_says_it_is_predicted() -> None:
     assert command("plan", "--memory", "x").exit_code == 5
 
 
+@pytest.mark.slow
 def test_a_hub_ids_weights_are_not_downloaded(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "tiny", {**QWEN3_MOE, "moe_intermediate_size": 256, "vocab_size": 4096})
     size = (folder / "model.safetensors").stat().st_size

@@ -514,6 +514,7 @@ with Engine(load_folder(Path(sys.argv[1]), memory_bytes=2**40), prefixes=store, 
 """
 
 
+@pytest.mark.slow
 def test_another_process_takes_over_what_is_on_disk(tiny: Path, tmp_path: Path) -> None:
     store = PrefixStore("1GB", folder=tmp_path)
     with Engine(load_folder(tiny, memory_bytes=2**40), prefixes=store, chunk_tokens=CHUNK) as here:

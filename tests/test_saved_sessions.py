@@ -506,6 +506,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_saving_leaves_the_old_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     cache = KVCache()
