@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 
-from mlxmoe.memory.plan import Plan, make_plan
+from mlxmoe.memory.plan import KV_STEP, Plan, make_plan
 from mlxmoe.opening import OpenedModel
 from mlxmoe.transients import PrefillTransients
 from mlxmoe.transients.kept import KeptPredictions
+from mlxmoe.transients.sources import code_digest
 from mlxmoe.transients.waiting import WaitingStates
 from mlxmoe.version import __version__
 
@@ -55,8 +54,9 @@ def divide_memory(
 class PrefillRoom:
     """Room for the activations of one prefill chunk, of its tokens and the context. Remembers what it computed.
 
-    Without a context: of a chunk after as many tokens as any later one attends to. A context manager, which keeps
-    what it computed for later loads of the same model.
+    That of the last chunk, which attends to the most tokens, taken as a whole one. Without a context: of a chunk
+    after as many tokens as any later one attends to. A context manager, which keeps what it computed for later loads
+    of the same model: so that they ask for the same, many chunks are taken for some more.
     """
 
     def __init__(self, opened: OpenedModel) -> None:
@@ -80,27 +80,41 @@ class PrefillRoom:
 
     def resident(self, chunk_tokens: int, context: int | None) -> int:
         """With all experts in memory."""
-        return self._of("resident", self._resident.of, chunk_tokens, context)
+        return self._of("resident", self._resident, chunk_tokens, context)
 
     def at_most(self, chunk_tokens: int, context: int | None) -> int:
         """However the experts are resized: with half of them in slots or with all, whichever is more."""
-        half = self._of("half", self._half.of, chunk_tokens, context)
+        half = self._of("half", self._half, chunk_tokens, context)
         return max(self.resident(chunk_tokens, context), half)
 
-    def _of(self, slots: str, predict: Callable[[int, int], int], chunk_tokens: int, context: int | None) -> int:
+    def _of(self, slots: str, transients: PrefillTransients, chunk: int, context: int | None) -> int:
         if context is None:
-            seen = -(-self._settled_tokens // chunk_tokens) * chunk_tokens
-            context = seen + chunk_tokens + (seen > 0)  # the last token is no chunk's
-        tokens = context
-        return self._kept.of(f"{slots}, {chunk_tokens} of {tokens}", lambda: predict(chunk_tokens, tokens))
+            seen = -(-self._settled_tokens // chunk) * chunk
+        else:
+            prompt = context - 1  # the last token is no chunk's
+            seen = (_in_eighths(max(1, -(-prompt // chunk))) - 1) * chunk
+        if seen > KV_STEP:  # there caches grow, and a layer's old rows lie beside the new ones
+            seen = -(-seen // KV_STEP) * KV_STEP
+        return self._kept.of(f"{slots}, {chunk} after {seen}", lambda: transients.of(chunk, seen))
+
+
+def _in_eighths(count: int) -> int:
+    """`count` or somewhat more: eight values from each power of two to the next.
+
+    A context that is cut to the memory is another one at every load.
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // 16)
+    return -(-count // step) * step
 
 
 def _subject(opened: OpenedModel) -> Any:
     """Everything that the predictions for a model depend on; None where that cannot be told."""
-    if opened.config.get("model_file"):  # its own code, which may do anything
+    code = None if opened.config.get("model_file") else code_digest(opened.model)
+    if code is None:  # a definition of the user's own
         return None
     return {
-        "versions": [__version__, version("mlx"), mlx_lm.__version__],
+        "versions": [__version__, mx.__version__, mlx_lm.__version__],  # type: ignore[attr-defined]  # not in its stubs
+        "code": code,
         "device": [str(mx.default_device()), mx.metal.is_available()],
         "config": json.dumps(opened.config, sort_keys=True, default=str),
         "weights": opened.shapes_digest,

@@ -33,12 +33,14 @@ DECODED = 3
 
 
 def predicted_bytes(folder: Path, loaded: LoadedModel, chunk: int, context: int) -> int:
-    """Of everything: trunk, banks, KV cache of the context, and prefill."""
+    """Of everything: trunk, banks, KV cache, and prefill; of a context with few tokens after its whole chunks."""
     opened = open_folder(folder, kv_settings=loaded.kv_choice.settings)
     make_caches = opened.kv_choice.caches
     transients = PrefillTransients(opened.model, opened.modules, opened.kv, loaded.plan.slots, make_caches)
     plan = loaded.plan
-    return plan.trunk_bytes + plan.bank_bytes + opened.kv.of(context) + transients.of(chunk, context)
+    chunk = min(chunk, context)
+    seen = max(0, (context - 1) // chunk - 1) * chunk  # before the last whole chunk
+    return plan.trunk_bytes + plan.bank_bytes + opened.kv.of(seen + chunk) + transients.of(chunk, seen).nbytes
 
 
 def measured_bytes(loaded: LoadedModel, chunk: int, context: int) -> int:
@@ -105,7 +107,7 @@ def test_a_large_window_is_planned_as_quickly_as_a_small_one(monkeypatch: pytest
         model = open_folder(demo_folder(), kv_settings=KVSettings(window))
         transients = PrefillTransients(model.model, model.modules, model.kv, None, model.kv_choice.caches)
         turned.clear()
-        sizes.append(transients.of(512, window + 1024))
+        sizes.append(transients.of(512, -(-window // 512) * 512).nbytes)
         counts.append(len(turned))
     assert counts[0] == counts[1]
     assert sizes[0] < sizes[1], "there are as many more rows"
@@ -192,7 +194,7 @@ def test_nothing_is_evaluated_and_the_model_stays_as_it_was(tiny: Path) -> None:
     contiguous_of_mlx = mx.contiguous
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    PrefillTransients(model.model, model.modules, model.kv, slots).of(256, 1000)
+    PrefillTransients(model.model, model.modules, model.kv, slots).of(256, 512)
     assert mx.get_peak_memory() <= before + 10_000
     assert {path: type(module) for path, module in model.model.named_modules()} == classes
     assert mx.contiguous is contiguous_of_mlx
@@ -205,11 +207,11 @@ def test_a_deep_model_is_read_off_its_first_layers(tmp_path: Path, monkeypatch: 
     for streamed in (slots, None):
         transients = PrefillTransients(model.model, model.modules, model.kv, streamed)
         start = time.perf_counter()
-        few = transients.of(512, 2000)
+        few = transients.of(512, 1024).nbytes
         took_s = time.perf_counter() - start
         with monkeypatch.context() as patch:
             patch.setattr("mlxmoe.transients.few_layers._layers_to_trace", lambda model, layers: len(layers))
-            whole = PrefillTransients(model.model, model.modules, model.kv, streamed).of(512, 2000)
+            whole = PrefillTransients(model.model, model.modules, model.kv, streamed).of(512, 1024).nbytes
         assert few == pytest.approx(whole, rel=0.02)
         assert took_s < 3, "0.2 s on a machine with nothing else to do"
     assert len(model.model.layers) == 48
@@ -221,16 +223,16 @@ def test_caches_that_are_views_count_with_what_they_are_views_of(
     """A first chunk's values are a part of the product of queries, keys and values, which stays for each layer."""
     config = {**DEFINITIONS["bailing_moe"], "num_hidden_layers": 14}
     model, _ = opened(make_tiny(tmp_path / "deep", config))
-    few = PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096)
+    few = PrefillTransients(model.model, model.modules, model.kv).of(2048, 0).nbytes
     monkeypatch.setattr("mlxmoe.transients.few_layers._layers_to_trace", lambda model, layers: len(layers))
-    assert few == pytest.approx(PrefillTransients(model.model, model.modules, model.kv).of(2048, 4096), rel=0.02)
+    assert few == pytest.approx(PrefillTransients(model.model, model.modules, model.kv).of(2048, 0).nbytes, rel=0.02)
 
 
 def test_longer_chunks_and_contexts_need_more(tiny: Path) -> None:
     model, slots = opened(tiny)
     transients = PrefillTransients(model.model, model.modules, model.kv, slots)
-    assert transients.of(256, 2000) < transients.of(512, 2000) < transients.of(2048, 2000)
-    assert transients.of(256, 600) < transients.of(256, 4000)
+    assert transients.of(256, 2048) < transients.of(512, 2048) < transients.of(2048, 2048)
+    assert transients.of(256, 256) < transients.of(256, 4096)
 
 
 def test_where_there_is_no_graph_the_size_is_estimated(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,9 +246,10 @@ def test_where_there_is_no_graph_the_size_is_estimated(tiny: Path, caplog: pytes
 
     model, _ = opened(tiny)
     with caplog.at_level(logging.DEBUG, "mlxmoe.transients"):
-        estimate = PrefillTransients(Broken(), model.modules, KVBytes()).of(256, 1000)  # type: ignore[arg-type]
+        estimate = PrefillTransients(Broken(), model.modules, KVBytes()).of(256, 768)  # type: ignore[arg-type]
     assert "no graph today" in caplog.text
-    assert estimate >= PrefillTransients(model.model, model.modules, model.kv).of(256, 1000)
+    assert not estimate.simulated
+    assert estimate.nbytes >= PrefillTransients(model.model, model.modules, model.kv).of(256, 768).nbytes
 
 
 def value(name: str, *shape: int) -> Value:

@@ -29,6 +29,13 @@ SMALL_TOKENS = (32, 64)
 LOOPS = 1.2  # nodes of the larger small graph over those of the smaller, from which on there is a loop
 
 
+class Prediction(NamedTuple):
+    """Bytes, and whether they were simulated: what is estimated may be so by some passing trouble alone."""
+
+    nbytes: int
+    simulated: bool
+
+
 class _Simulated(NamedTuple):
     """The most bytes alive during a chunk's pass, and the nodes of its graph."""
 
@@ -61,18 +68,13 @@ class PrefillTransients:
         self._waiting = waiting or WaitingStates(model, modules, make_caches)
         self._simulations: dict[tuple[int, int], _Simulated] = {}
 
-    def of(self, chunk_tokens: int, context: int) -> int:
-        """Bytes above trunk, banks and the KV cache of `context` tokens, for a prompt that fills it.
-
-        The largest is the last whole chunk: it attends to the most tokens. A context shorter than a chunk is one.
-        """
-        chunk = min(chunk_tokens, context)
-        seen = max(0, context - 1) // chunk * chunk - chunk if context > chunk else 0
+    def of(self, chunk: int, seen: int) -> Prediction:
+        """Bytes above trunk, banks and the KV cache after it, for a pass of `chunk` tokens after `seen` others."""
         try:
-            return max(0, self._simulated(chunk, seen) - self._kv.of(context))
+            return Prediction(max(0, self._simulated(chunk, seen) - self._kv.of(seen + chunk)), True)
         except Exception as error:  # what MLX cannot export, or a definition that wants values while it is built
             logger.debug("No graph of a prefill chunk, so its size is estimated: %s", brief(error))
-            return self._estimated(chunk, context)
+            return Prediction(self._estimated(chunk, seen + chunk), False)
 
     def _simulated(self, chunk: int, seen: int) -> int:
         """The most bytes alive above the weights during a pass of `chunk` tokens after `seen` others."""

@@ -16,7 +16,8 @@ from typing import Any
 from mlxmoe.errors import RequestError, SavedStateError
 from mlxmoe.keeping import NO_USE, keep, kept, user_cache
 
-FORMAT = 1
+FORMAT = 2
+MOST = 200  # predictions in a file; those that were added first go first
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +32,27 @@ class KeptPredictions:
     def __init__(self, subject: Any, folder: Path | None = None) -> None:
         self._file = None if subject is None else _file_for(subject, folder)
         self._known = {} if self._file is None else _read(self._file)
-        self._added = False
+        self._added: dict[str, int] = {}
 
-    def of(self, name: str, predict: Callable[[], int]) -> int:
-        """What is known under `name`, or else what `predict` says, which is known from now on."""
+    def of(self, name: str, predict: Callable[[], tuple[int, bool]]) -> int:
+        """What is known under `name`, or else what `predict` says, which is known from now on.
+
+        `predict`: bytes, and whether they are good for later loads too.
+        """
         if name not in self._known:
-            self._known[name] = predict()
-            self._added = True
+            self._known[name], lasts = predict()
+            if lasts:
+                self._added[name] = self._known[name]
         return self._known[name]
 
     def save(self) -> None:
-        """Write down what is new. Where that cannot be, the log says so: it will be predicted again."""
+        """Add what is new to the file, with what others added since. Where that cannot be, the log says so."""
         if self._file is None or not self._added:
             return
+        content = list({**_read(self._file), **self._added}.items())[-MOST:]
         try:
-            keep(self._file, {"bytes": self._known}, FORMAT, what="predictions", without="nothing else changes")
-            self._added = False
+            keep(self._file, {"bytes": dict(content)}, FORMAT, what="predictions", without="nothing else changes")
+            self._added = {}
         except SavedStateError as error:
             logger.info("%s", error)
 
