@@ -68,10 +68,12 @@ def open_folder(
     model, config = _build_lazily(path, config, trust_remote_code)
     modules = switch_modules(model)
     _refuse_hidden_experts(path, config, modules)
-    if adapter is not None:
-        _apply_adapter(model, modules, adapter)
     weights = _weights(model)
     _refuse_wrong_dtypes(path, weights)
+    if adapter is not None:
+        _apply_adapter(model, modules, adapter)
+        weights = _weights(model)
+        _refuse_wrong_dtypes(adapter, weights)
     try:
         context = _model_context(config)
         layers, kv, vocab, kv_choice = _probe(model, modules, kv_settings, context)

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load as stock_load
 from mlx_lm.utils import load_model
 
-from mlxmoe import ModelError, UnsupportedModelError, load
+from mlxmoe import CheckpointError, ModelError, UnsupportedModelError, load
 
 TOKENS = list(range(5, 40))
 
@@ -66,6 +66,17 @@ def test_a_full_fine_tune_that_leaves_the_experts_alone_is_used(tiny: Path, tmp_
     mx.save_safetensors(str(folder / "adapters.safetensors"), experts)
     with pytest.raises(UnsupportedModelError, match="routed experts"):
         load(tiny, adapter=folder)
+
+
+def test_a_full_fine_tune_of_another_kind_of_number_is_refused_by_its_own_name(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "full"}))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {"model.norm.weight": mx.ones((64,), dtype=mx.int32)})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as int32") as caught:
+        load(tiny, adapter=folder)
+    assert str(folder) in str(caught.value)
+    assert str(tiny) not in str(caught.value)
 
 
 def test_an_adapter_that_is_none_is_refused(tiny: Path, tmp_path: Path) -> None:
