@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,16 +123,21 @@ def load_folder(
     try:
         cache.start_streaming(plan.slots)
         cache.look_ahead(opened.model, lookahead)
-        with ThreadPoolExecutor(1, "mlxmoe-tokenizer") as beside:  # reading weights needs no Python
-            loading = beside.submit(_load_tokenizer, path, opened.config, trust_remote_code)
-            _read_weights(opened.model, path, cache, progress, warm, profile)
-            tokenizer = loading.result()
+        with _beside(partial(_load_tokenizer, path, opened.config, trust_remote_code)) as tokenizer:
+
+            def tell(stage: str, done: int, total: int) -> None:
+                if tokenizer.done():
+                    tokenizer.result()  # raises what is wrong with it, before the rest is read
+                if progress is not None:
+                    progress(stage, done, total)
+
+            _read_weights(opened.model, path, cache, tell, warm, profile)
     except BaseException:
         cache.close()
         raise
     return LoadedModel(
         model=opened.model,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.result(),
         config=opened.config,
         path=path,
         vocab_size=opened.vocab_size,
@@ -142,6 +148,23 @@ def load_folder(
         identify=identify,
         tuning=tuning,
     )
+
+
+@contextmanager
+def _beside(work: Callable[[], TokenizerWrapper]) -> Iterator[Future[TokenizerWrapper]]:
+    """`work` in a thread of its own, which is done when this context ends: reading weights needs no Python.
+
+    In this thread, before anything else, where there is no other to be had.
+    """
+    with ThreadPoolExecutor(1, "mlxmoe-tokenizer") as threads:
+        try:
+            doing = threads.submit(work)
+        except RuntimeError as error:
+            logger.info("The tokenizer is loaded before the weights: %s", error)
+            doing = Future()
+            doing.set_result(work())
+        yield doing
+        doing.result()
 
 
 def _divide_as_tuned(opened: OpenedModel, tuning: Tuning | None, **asked: Any) -> tuple[Plan, Tuning | None]:
@@ -178,7 +201,7 @@ def _read_weights(
     model: nn.Module,
     path: Path,
     cache: ExpertCache,
-    progress: Progress | None,
+    progress: Progress,
     warm: bool,
     profile: RoutingProfile | None,
 ) -> None:
@@ -189,8 +212,7 @@ def _read_weights(
     total = trunk_bytes + (cache.unfilled_bytes if warm else 0)
 
     def tell(done: int) -> None:
-        if progress is not None:
-            progress("load", done, total)
+        progress("load", done, total)
 
     _read_trunk(model, arrays, path, tell)
     if warm and cache.streams:

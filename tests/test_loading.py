@@ -126,6 +126,52 @@ def test_the_tokenizer_is_loaded_while_weights_are_read(tiny: Path, monkeypatch:
     assert threading.active_count() == threads
 
 
+def test_a_broken_tokenizer_is_said_before_all_weights_are_read(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_folder(tiny, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{broken")
+    failed, load_tokenizer = threading.Event(), loading._load_tokenizer
+    reports: list[tuple[int, int]] = []
+
+    def noting(*args: Any) -> Any:
+        try:
+            return load_tokenizer(*args)
+        finally:
+            failed.set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        reports.append((done, total))
+        assert failed.wait(10)
+        time.sleep(0.02)  # from there to the end of its thread's work
+
+    monkeypatch.setattr(loading, "_load_tokenizer", noting)
+    monkeypatch.setattr(loading, "LOAD_STEP_BYTES", 1)  # each array is a step
+    with pytest.raises(ModelError, match="tokenizer"):
+        load(folder, progress=progress)
+    done, total = reports[-1] if reports else (0, 1)
+    assert done < total / 2
+
+
+def test_where_no_thread_can_be_started_the_tokenizer_is_loaded_in_this_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.startswith("mlxmoe-tokenizer"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with load(tiny) as engine:
+        assert engine.generate("a", max_tokens=1)
+    folder = copy_folder(tiny, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load(folder, progress=lambda *report: pytest.fail("nothing is read for it"))
+
+
 def test_an_interrupt_while_weights_are_read_leaves_no_thread(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(stage: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
