@@ -1,6 +1,6 @@
 """What a model's prefill was predicted to need, kept for later loads of it: a prediction can take seconds.
 
-One small file for each model, kind of caches and set of versions, in the user's cache folder. Knows files, not how a
+One small file for each model, kind of caches and code, in the user's cache folder. Knows files, not how a
 prediction is made.
 """
 
