@@ -36,6 +36,30 @@ def values(tokens: Sequence[Sequence[int]]) -> dict[int, float]:
     return worth
 
 
+@given(
+    calls=st.lists(st.lists(experts, min_size=1, max_size=4), max_size=60),
+    looks=st.sets(st.integers(0, 60)),
+    top_k=st.integers(1, 4),
+)
+def test_hits_that_are_noted_count_as_those_that_are_counted_at_once(
+    calls: list[list[int]], looks: set[int], top_k: int
+) -> None:
+    noting, counting = LRFU(), LRFU()
+    for policy in (noting, counting):
+        policy.admit(range(16))
+    for number, wanted in enumerate(calls):
+        held = [expert for expert in wanted if expert in noting] or list(noting)[:1]
+        noting.hit(held, top_k)
+        counting.count(held, top_k)
+        counting.touch(held)
+        if number in looks and len(noting) > 2:
+            assert noting.evict(1, keep=()) == counting.evict(1, keep=())
+        assert len(noting._noted) < 16, "they do not pile up"
+    assert noting.last_calls == counting.last_calls
+    assert list(noting) == list(counting)
+    assert noting.ages == counting.ages
+
+
 def test_the_least_used_goes_first_and_what_must_stay_stays() -> None:
     policy = LRFU()
     for wanted in ([1, 2], [1, 3], [1, 2]):

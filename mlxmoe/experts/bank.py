@@ -118,9 +118,8 @@ class ExpertBank:
     @property
     def ages(self) -> list[int]:
         """For each slot how many calls ago it was last used, the oldest first; an empty one is older than all."""
-        now = self._policy.calls
-        used = [now - call for call in self._policy.last_calls.values()]
-        return [now + 1] * (self.slots - len(used)) + sorted(used, reverse=True)
+        used = self._policy.ages
+        return [self._policy.calls + 1] * (self.slots - len(used)) + sorted(used, reverse=True)
 
     def slots_of(self, experts: Sequence[int]) -> list[int]:
         """The slot of each of `experts`, which must all have been admitted by the wave at hand."""
@@ -142,8 +141,7 @@ class ExpertBank:
 
     def used_hits(self, experts: Sequence[int], top_k: int) -> None:
         """A call for `experts`, `top_k` for each token in turn, found all of them in their slots."""
-        self._policy.count(experts, top_k)
-        self._policy.touch(experts)
+        self._policy.hit(experts, top_k)
         self.counters.hits += len(set(experts))
 
     def want(self, experts: Sequence[int], top_k: int) -> list[list[int]]:

@@ -5,11 +5,12 @@ Pure Python over expert ids. Knows nothing of MLX, slots' memory or files.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 LARGEST_WEIGHT = 2.0**500  # of a token, before values are scaled down; far from overflow
+MOST_NOTED = 16  # calls of hits that are counted together
 
 
 class LRFU:
@@ -20,7 +21,8 @@ class LRFU:
     seen the half life is `first_share` of them, one token at least: what a text begins with is soon worth little.
     Values are kept for all experts, not only for those in slots, and outlive a resize. Who is worth least goes first.
 
-    The defaults are what the traces in docs/notebook.md chose. `calls`: of the layer so far.
+    The defaults are what the traces in docs/notebook.md chose. `calls`: of the layer so far, as far as they are
+    counted: calls of hits are noted, and counted when somebody asks for an order or there are many.
     """
 
     def __init__(self, half_life: float = 32, first_share: float = 1 / 12) -> None:
@@ -32,9 +34,11 @@ class LRFU:
         self._weight = 1.0  # of the newest token: it grows, so that older ones need not be made smaller
         self._values: defaultdict[int, float] = defaultdict(float)
         self._last_call: dict[int, int] = {}
+        self._noted: deque[tuple[Sequence[int], int]] = deque()  # calls of hits that are not counted yet
         self._heap: list[tuple[float, int]] = []  # one entry an expert in a slot, its value or what that once was
 
     def __iter__(self) -> Iterator[int]:
+        self._catch_up()
         return iter(sorted(self._last_call, key=lambda expert: (self._values[expert], expert)))
 
     def __len__(self) -> int:
@@ -53,17 +57,21 @@ class LRFU:
         """The call in which each expert was last used, the first to give up its slot first."""
         return {expert: self._last_call[expert] for expert in self}
 
+    @property
+    def ages(self) -> list[int]:
+        """How many calls ago each expert in a slot was last used, in no order: a look, from any thread."""
+        return [self.calls - call for call in list(self._last_call.values())]
+
+    def hit(self, experts: Sequence[int], top_k: int) -> None:
+        """A whole call for `experts`, which all hold a slot: as `count` and `touch`, but short."""
+        self._noted.append((experts, top_k))
+        if len(self._noted) >= MOST_NOTED or len(experts) > top_k:
+            self._catch_up()
+
     def count(self, experts: Sequence[int], top_k: int) -> None:
         """Begin a call whose tokens want these experts, in a slot or not: `top_k` for each token in turn."""
-        self.calls += 1
-        for start in range(0, len(experts), top_k):
-            self._tokens += 1
-            life = self._tokens * self._first_share
-            self._weight *= self._settled_growth if life >= self._half_life else 2.0 ** (1 / max(1.0, life))
-            if self._weight > LARGEST_WEIGHT:
-                self._scale_down()
-            for expert in experts[start : start + top_k]:
-                self._values[expert] += self._weight
+        self._catch_up()
+        self._begin(experts, top_k)
 
     def admit(self, experts: Iterable[int], last_call: int = 0) -> None:
         """Let `experts`, which were in no slot, hold one; `last_call`: in which they were last used, 0 in none."""
@@ -80,6 +88,7 @@ class LRFU:
 
     def restore(self, last_calls: Mapping[int, int]) -> None:
         """Let these experts and no others hold a slot."""
+        self._catch_up()
         self._last_call = dict(last_calls)
         self._heap = sorted((self._values[expert], expert) for expert in last_calls)
 
@@ -88,6 +97,7 @@ class LRFU:
 
         Returns the call in which each was last used, the first to go first.
         """
+        self._catch_up()
         heap, values = self._heap, self._values
         victims: dict[int, int] = {}
         kept: list[tuple[float, int]] = []
@@ -107,6 +117,24 @@ class LRFU:
     def clear(self) -> None:
         """Let no expert hold a slot; what each is worth stays."""
         self.restore({})
+
+    def _catch_up(self) -> None:
+        """Count the calls that were noted."""
+        while self._noted:
+            experts, top_k = self._noted.popleft()
+            self._begin(experts, top_k)
+            self._last_call.update(dict.fromkeys(experts, self.calls))
+
+    def _begin(self, experts: Sequence[int], top_k: int) -> None:
+        self.calls += 1
+        for start in range(0, len(experts), top_k):
+            self._tokens += 1
+            life = self._tokens * self._first_share
+            self._weight *= self._settled_growth if life >= self._half_life else 2.0 ** (1 / max(1.0, life))
+            if self._weight > LARGEST_WEIGHT:
+                self._scale_down()
+            for expert in experts[start : start + top_k]:
+                self._values[expert] += self._weight
 
     def _scale_down(self) -> None:
         """Divide every value by the newest token's weight."""
