@@ -126,6 +126,7 @@ class LRFU:
             self._last_call.update(dict.fromkeys(experts, self.calls))
 
     def _begin(self, experts: Sequence[int], top_k: int) -> None:
+        """Count a call; those noted before it must be counted already."""
         self.calls += 1
         for start in range(0, len(experts), top_k):
             self._tokens += 1

@@ -25,9 +25,8 @@ def few_layers(model: nn.Module, halved: bool = False) -> Iterator[bool]:
     most = _layers_to_trace(model, layers)
     cut: list[tuple[list[Any], list[Any]]] = []
     if len(layers) - most > SPARED_LAYERS:  # else it is not worth it
-        beside = [
-            value for value in lists if value is not layers and len(value) == len(layers)
-        ]  # types of the layers
+        # lists beside it tell the layers' types
+        beside = [value for value in lists if value is not layers and len(value) == len(layers)]
         most = most // 2 if halved else most
         cut = [(value, value[most:]) for value in (layers, *beside)]
     try:
