@@ -109,7 +109,7 @@ def _in_eighths(count: int) -> int:
 
 def _subject(opened: OpenedModel) -> Any:
     """Everything that the predictions for a model depend on; None where that cannot be told."""
-    code = None if opened.config.get("model_file") else code_digest(opened.model)
+    code = None if opened.config.get("model_file") else code_digest(opened.classes)
     if code is None:  # a definition of the user's own
         return None
     return {

@@ -21,12 +21,13 @@ from mlx_lm.utils import load_adapters, load_model
 
 from mlxmoe.errors import CheckpointError, MlxMoeError, ModelError, ModelNotFoundError, UnsupportedModelError, brief
 from mlxmoe.experts.safetensors import Checkpoint, read_checkpoint
-from mlxmoe.experts.switch import Listening, expert_arrays, switch_modules
+from mlxmoe.experts.switch import Listening, expert_arrays, switches_of
 from mlxmoe.growth import kv_growth
 from mlxmoe.kv.choose import KVChoice, choose
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.experts import MoeLayer
 from mlxmoe.memory.plan import KVBytes
+from mlxmoe.tree import Tree
 
 # How the definitions' configs call the number of routed experts.
 _EXPERT_COUNT_KEYS = (
@@ -39,6 +40,7 @@ _EXPERT_COUNT_KEYS = (
 class OpenedModel:
     """A model whose weights are all still on disk, and its sizes. `modules`: those with experts, by path.
 
+    `classes`: those of all its modules, and of its arguments.
     `shapes_digest`: of its weights' names, shapes and dtypes. `kv`: what its caches take, as `kv_choice` makes them.
     """
 
@@ -46,6 +48,7 @@ class OpenedModel:
     config: dict[str, Any]
     checkpoint: Checkpoint
     modules: Mapping[str, nn.Module]
+    classes: frozenset[type]
     layers: Sequence[MoeLayer]
     trunk_bytes: int
     shapes_digest: str
@@ -66,14 +69,14 @@ def open_folder(
     config = read_config(path)
     checkpoint = read_checkpoint(path)
     model, config = _build_lazily(path, config, trust_remote_code)
-    modules = switch_modules(model)
+    tree = Tree.of(model)
+    modules = switches_of(tree.modules)
     _refuse_hidden_experts(path, config, modules)
-    weights = _weights(model)
-    _refuse_wrong_dtypes(path, weights)
+    _refuse_wrong_dtypes(path, tree.parameters)
     if adapter is not None:
         _apply_adapter(model, modules, adapter)
-        weights = _weights(model)
-        _refuse_wrong_dtypes(adapter, weights)
+        tree = Tree.of(model)
+        _refuse_wrong_dtypes(adapter, tree.parameters)
     try:
         context = _model_context(config)
         layers, kv, vocab, kv_choice = _probe(model, modules, kv_settings, context)
@@ -84,10 +87,21 @@ def open_folder(
             f"The {config['model_type']} model of {path}/config.json cannot compute: {type(error).__name__}: "
             f"{brief(error)}"
         ) from error
-    trunk_bytes = sum(array.nbytes for array in weights.values()) - sum(layer.nbytes for layer in layers)
-    shapes = str([(name, array.shape, array.dtype) for name, array in weights.items()])
-    digest = hashlib.sha256(shapes.encode()).hexdigest()
-    return OpenedModel(model, config, checkpoint, modules, layers, trunk_bytes, digest, kv, vocab, context, kv_choice)
+    trunk_bytes = sum(array.nbytes for array in tree.parameters.values()) - sum(layer.nbytes for layer in layers)
+    return OpenedModel(
+        model=model,
+        config=config,
+        checkpoint=checkpoint,
+        modules=modules,
+        classes=frozenset({type(getattr(model, "args", None)), *map(type, tree.modules.values())}),
+        layers=layers,
+        trunk_bytes=trunk_bytes,
+        shapes_digest=_shapes_digest(tree.parameters),
+        kv=kv,
+        vocab_size=vocab,
+        model_context=context,
+        kv_choice=kv_choice,
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -147,9 +161,13 @@ def definition_errors(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _weights(model: nn.Module) -> dict[str, mx.array]:
-    """By name; looked at once, as there are many."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+def _shapes_digest(weights: Mapping[str, mx.array]) -> str:
+    names: dict[mx.Dtype, str] = {}  # MLX takes its time to say one
+    digest = hashlib.sha256()
+    for path, array in weights.items():
+        dtype = array.dtype
+        digest.update(f"{path} {array.shape} {names.get(dtype) or names.setdefault(dtype, str(dtype))}\n".encode())
+    return digest.hexdigest()
 
 
 def _refuse_wrong_dtypes(path: Path, weights: Mapping[str, mx.array]) -> None:

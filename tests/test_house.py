@@ -32,7 +32,7 @@ FLOORS = [
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
     ["memory", "keeping", "durations"],
-    ["errors", "beginning", "writing", "version"],
+    ["errors", "tree", "beginning", "writing", "version"],
 ]
 FLOOR_OF = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -198,13 +199,15 @@ def test_a_definition_that_was_registered_is_predicted_each_time(
 def test_other_code_is_predicted_for_itself(
     tiny: Path, kept: Path, predicted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    def edited(path: Path) -> SimpleNamespace:
-        state = os.stat(path)
-        return SimpleNamespace(st_size=state.st_size, st_mtime_ns=state.st_mtime_ns + path.as_posix().endswith(file))
+    def edited(path: str) -> Iterator[tuple[str, Any]]:
+        for found, state in states(path):
+            at = state.st_mtime_ns + found.replace(os.sep, "/").endswith(file)
+            yield found, SimpleNamespace(st_size=state.st_size, st_mtime_ns=at)
 
+    states = sources._states
     plan_of(tiny)
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "os", SimpleNamespace(stat=edited))
+        patch.setattr(sources, "_states", edited)
         predicted.clear()
         plan_of(tiny)
     assert predicted

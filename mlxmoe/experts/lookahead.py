@@ -22,6 +22,7 @@ import numpy as np
 
 from mlxmoe.experts.bank import ExpertBank
 from mlxmoe.experts.switch import Hearing, mixed
+from mlxmoe.tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class Lookahead:
 
 def routing_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
     """For each switch layer the module that most probably routes to it: what holds it, or its `experts`."""
-    modules = dict(model.named_modules())
+    modules = Tree.of(model).modules
     blocks = {}
     for path in paths:
         parent = path.rpartition(".")[0]

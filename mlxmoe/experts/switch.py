@@ -6,6 +6,7 @@ changes is its class, to a subclass of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlxmoe.experts.slots import Home
+from mlxmoe.tree import Tree
 
 SWITCH_TYPES = (SwitchGLU, SwitchMLP)
 LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
@@ -20,7 +22,12 @@ LINEAR_TYPES = (SwitchLinear, QuantizedSwitchLinear)
 
 def switch_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every module of `model` that holds routed experts, by its path, in the order of the layers."""
-    found = {path: module for path, module in model.named_modules() if isinstance(module, SWITCH_TYPES)}
+    return switches_of(Tree.of(model).modules)
+
+
+def switches_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of a model's `modules` that hold routed experts, in the order of the layers."""
+    found = {path: module for path, module in modules.items() if isinstance(module, SWITCH_TYPES)}
     return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
@@ -82,9 +89,10 @@ class Listening:
         self.top_k: dict[str, int] = {}
 
     def __enter__(self) -> Listening:
+        hearing: dict[type, type] = {}
         for path, module in self._modules.items():
-            self._classes[path] = type(module)
-            module.__class__ = mixed(Hearing, type(module))
+            self._classes[path] = kind = type(module)
+            module.__class__ = hearing.get(kind) or hearing.setdefault(kind, mixed(Hearing, kind))
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import mlx.nn as nn
@@ -16,50 +16,57 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
 # What of this package a prediction is made by, and what the questions to it are made from.
-OWN = ("transients", "experts", "kv", "memory", "dividing.py", "growth.py", "opening.py")
+OWN = ("transients", "experts", "kv", "memory", "dividing.py", "growth.py", "opening.py", "tree.py")
 
-_MLX_LM, _MLX = Path(mlx_lm.__file__).parent, Path(nn.__file__).parents[1]
+_OWN_PATHS = [os.path.join(os.path.dirname(os.path.dirname(__file__)), name) for name in OWN]
+_MLX_LM = os.path.join(os.path.dirname(mlx_lm.__file__), "")
+_MLX = os.path.join(os.path.dirname(os.path.dirname(nn.__file__)), "")
 
 
-def code_digest(model: nn.Module) -> str | None:
-    """Of this package's files and mlx-lm's that predictions for `model` rest on. Takes a few milliseconds.
+def code_digest(classes: Iterable[type]) -> str | None:
+    """Of this package's files and mlx-lm's that predictions for a model of such `classes` rest on.
 
     Files are told apart by size and time of change, as Python does for what it compiles: to read them takes longer.
     None for a definition, or a part of one, that is not mlx-lm's: its code may be anywhere and do anything.
     """
-    types = {type(module) for module in model.modules()} | {type(getattr(model, "args", 0))}
-    names = {kind.__module__ for found in types for kind in found.__mro__} - {"builtins"}
+    names = {kind.__module__ for found in classes for kind in found.__mro__} - {"builtins"}
     files = _behind(names | {make_prompt_cache.__module__})
     if files is None:
         return None
     digest = hashlib.sha256()
     try:
-        for file in sorted(_own_files() | files):
-            state = os.stat(file)
-            digest.update(f"{file} {state.st_size} {state.st_mtime_ns}\n".encode())
+        for path, state in sorted(found for root in {*_OWN_PATHS, *files} for found in _states(root)):
+            digest.update(f"{path} {state.st_size} {state.st_mtime_ns}\n".encode())
     except OSError:  # an installation without sources
         return None
     return digest.hexdigest()
 
 
-def _own_files() -> set[Path]:
-    package = Path(__file__).parents[1]
-    rooms, modules = ([package / name for name in OWN if name.endswith(".py") == single] for single in (False, True))
-    return {*modules, *(file for room in rooms for file in room.rglob("*.py"))}
+def _states(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Of a module's file, or of all in a folder, in the manner that asks the file system least. Raises OSError."""
+    if path.endswith(".py"):
+        yield path, os.stat(path)
+        return
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                yield entry.path, entry.stat()
+            elif entry.is_dir() and entry.name != "__pycache__":
+                yield from _states(entry.path)
 
 
-def _behind(names: set[str]) -> set[Path] | None:
+def _behind(names: set[str]) -> set[str] | None:
     """The files of mlx-lm behind the modules called `names`; None if one is neither of mlx-lm nor of MLX."""
-    files, todo, known = set(), list(names), set(names)
+    files, todo, known = set[str](), list(names), set(names)
     while todo:
         module = sys.modules.get(todo.pop())
-        file = Path(getattr(module, "__file__", None) or "")
-        if module is not None and file.is_relative_to(_MLX_LM):
+        file = getattr(module, "__file__", None) or ""
+        if module is not None and file.startswith(_MLX_LM):
             files.add(file)
             found = _definitions_in(module) - known
             todo += found
             known |= found
-        elif not file.is_relative_to(_MLX):  # whose files are as its version says
+        elif not file.startswith(_MLX):  # whose files are as its version says
             return None
     return files
 
