@@ -68,6 +68,7 @@ class ExpertCache:
         self._places: Places | None = None
         self._reader = reader
         self._lookaheads: dict[str, Lookahead] = {}
+        self._make_lookaheads: Callable[[], dict[str, Lookahead]] = dict
         self._trial: Trial | None = None
         self._recordings: tuple[Recording, ...] = ()
         self._recordings_lock = threading.Lock()
@@ -143,11 +144,13 @@ class ExpertCache:
     def look_ahead(self, model: nn.Module, mode: LookaheadMode) -> None:
         """Have each layer's experts guessed and read early: True always, "auto" while it pays, False never."""
         with self._turn():
-            self._trial = Trial() if mode == "auto" else None
-            blocks = routing_blocks(model, list(self._modules)) if mode else {}
-            self._lookaheads = {
-                path: Lookahead(block, self._modules[path], self._trial) for path, block in blocks.items()
-            }
+            trial = self._trial = Trial() if mode == "auto" else None
+
+            def lookaheads() -> dict[str, Lookahead]:
+                blocks = routing_blocks(model, list(self._modules))
+                return {path: Lookahead(block, self._modules[path], trial) for path, block in blocks.items()}
+
+            self._lookaheads, self._make_lookaheads = {}, lookaheads if mode else dict
             self._link()
 
     @property
@@ -260,7 +263,7 @@ class ExpertCache:
         with self.passes.one():
             self._closed = True
             self._modules, self.streams, self._places, self._locate = {}, {}, None, dict
-            self._lookaheads = {}
+            self._lookaheads, self._make_lookaheads = {}, dict
             self._reader.close()
 
     def _slots_and_bytes(self, layer: MoeLayer) -> tuple[int, int]:
@@ -284,6 +287,8 @@ class ExpertCache:
 
     def _link(self) -> None:
         """Have each layer that streams guess for the next one that does."""
+        if self.streams and not self._lookaheads:  # not sooner: it takes a look at every module
+            self._lookaheads = self._make_lookaheads()
         ahead: Lookahead | None = None
         for layer in reversed(self.layers):
             stream, lookahead = self.streams.get(layer.path), self._lookaheads.get(layer.path)
