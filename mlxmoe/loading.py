@@ -16,14 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from mlxmoe.dividing import PrefillRoom, divide_memory
-from mlxmoe.errors import CheckpointReadError, MemoryBudgetError, ModelError, RequestError, brief
+from mlxmoe.errors import MemoryBudgetError, ModelError, RequestError, brief
 from mlxmoe.experts.cache import ExpertCache
 from mlxmoe.experts.lookahead import LookaheadMode
 from mlxmoe.experts.places import locate_experts
@@ -35,13 +33,12 @@ from mlxmoe.kv.choose import KVChoice
 from mlxmoe.kv.settings import KVSettings
 from mlxmoe.memory.experts import MoeLayer
 from mlxmoe.memory.plan import KVBytes, Plan
-from mlxmoe.memory.sizes import format_bytes
 from mlxmoe.opening import OpenedModel, open_folder
+from mlxmoe.tree import Tree
 from mlxmoe.tuned import Tuning
+from mlxmoe.weights import read_weights
 
 logger = logging.getLogger(__name__)
-
-LOAD_STEP_BYTES = 256 * 2**20  # of trunk evaluated between two progress reports
 
 
 @dataclass(frozen=True)
@@ -123,15 +120,21 @@ def load_folder(
     try:
         cache.start_streaming(plan.slots)
         cache.look_ahead(opened.model, lookahead)
+        banks = {id(array) for stream in cache.streams.values() for array in stream.bank.arrays.values()}
+        trunk = [array for array in Tree.of(opened.model).arrays if id(array) not in banks]
+        trunk_bytes = sum(array.nbytes for array in trunk)
+        total = trunk_bytes + (cache.unfilled_bytes if warm else 0)
         with _beside(partial(_load_tokenizer, path, opened.config, trust_remote_code)) as tokenizer:
 
-            def tell(stage: str, done: int, total: int) -> None:
+            def tell(done: int) -> None:
                 if tokenizer.done():
                     tokenizer.result()  # raises what is wrong with it, before the rest is read
                 if progress is not None:
-                    progress(stage, done, total)
+                    progress("load", done, total)
 
-            _read_weights(opened.model, path, cache, tell, warm, profile)
+            read_weights(trunk, path, tell)
+            if warm and cache.streams:
+                cache.fill(profile, lambda done: tell(trunk_bytes + done))
     except BaseException:
         cache.close()
         raise
@@ -158,6 +161,7 @@ def _beside(work: Callable[[], TokenizerWrapper]) -> Iterator[Future[TokenizerWr
     """
     with ThreadPoolExecutor(1, "mlxmoe-tokenizer") as threads:
         try:
+            threads.submit(bool).result()  # a thread that has just started would keep Python from this one
             doing = threads.submit(work)
         except RuntimeError as error:
             logger.info("The tokenizer is loaded before the weights: %s", error)
@@ -197,28 +201,6 @@ def _asked_context(path: Path, model_context: int | None, asked: int | None) -> 
     return asked
 
 
-def _read_weights(
-    model: nn.Module,
-    path: Path,
-    cache: ExpertCache,
-    progress: Progress,
-    warm: bool,
-    profile: RoutingProfile | None,
-) -> None:
-    """The trunk and the resident layers' experts into memory, and where `warm` the banks filled: one progress."""
-    banks = {id(array) for stream in cache.streams.values() for array in stream.bank.arrays.values()}
-    arrays = [array for _, array in tree_flatten(model.parameters()) if id(array) not in banks]
-    trunk_bytes = sum(array.nbytes for array in arrays)
-    total = trunk_bytes + (cache.unfilled_bytes if warm else 0)
-
-    def tell(done: int) -> None:
-        progress("load", done, total)
-
-    _read_trunk(model, arrays, path, tell)
-    if warm and cache.streams:
-        cache.fill(profile, lambda done: tell(trunk_bytes + done))
-
-
 def _kept_profile(layers: Sequence[MoeLayer], digest: Callable[[], str]) -> RoutingProfile | None:
     """`digest`: of the model's content."""
     try:
@@ -226,31 +208,6 @@ def _kept_profile(layers: Sequence[MoeLayer], digest: Callable[[], str]) -> Rout
     except RequestError as error:
         logger.info("No routing profile: %s", error)
         return None
-
-
-def _read_trunk(model: nn.Module, arrays: list[mx.array], path: Path, tell: Callable[[int], None]) -> None:
-    """Evaluate `arrays`, the weights that are still on disk; `tell` is told the bytes so far.
-
-    And every array that a module keeps beside its parameters (rotary frequencies and the like): one that stayed lazy
-    could only be evaluated by the thread that loaded the model.
-    """
-    total = sum(array.nbytes for array in arrays)
-    done, step, step_bytes = 0, [], 0
-    try:
-        for array in arrays:
-            step.append(array)
-            step_bytes += array.nbytes
-            if step_bytes >= LOAD_STEP_BYTES or array is arrays[-1]:
-                mx.eval(step)
-                done += step_bytes
-                step, step_bytes = [], 0
-                tell(done)
-        mx.eval([[value for value in m.values() if isinstance(value, mx.array)] for m in model.modules()])
-    except (RuntimeError, OSError) as error:
-        raise CheckpointReadError(
-            f"Reading the weights of {path} stopped after {format_bytes(done)} of {format_bytes(total)}: "
-            f"{brief(error)}"
-        ) from error
 
 
 def _load_tokenizer(path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:

@@ -28,7 +28,7 @@ FLOORS = [
     ["session", "batch", "kinds"],
     ["reply", "loading"],
     ["tuned", "dividing"],
-    ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity"],
+    ["balance", "decode", "hub", "stats", "text", "prompts", "opening", "transients", "identity", "weights"],
     ["growth"],
     ["sampling", "registry", "experts", "kv"],
     ["memory", "keeping", "durations"],

@@ -146,7 +146,7 @@ def test_a_broken_tokenizer_is_said_before_all_weights_are_read(
         time.sleep(0.02)  # from there to the end of its thread's work
 
     monkeypatch.setattr(loading, "_load_tokenizer", noting)
-    monkeypatch.setattr(loading, "LOAD_STEP_BYTES", 1)  # each array is a step
+    monkeypatch.setattr("mlxmoe.weights.STEP_BYTES", 1)  # each array is a step
     with pytest.raises(ModelError, match="tokenizer"):
         load(folder, progress=progress)
     done, total = reports[-1] if reports else (0, 1)
