@@ -141,6 +141,8 @@ class TuningFolder:
 
     def _of_such(self, model: Path) -> list[Path]:
         """Files of models with the same config."""
+        if not self.path.exists():  # sooner said than a config is read
+            return []
         try:
             return sorted(self.path.glob(f"{_config_key(model)}-*.json"))
         except (OSError, ValueError, RecursionError):  # whoever loads the model says what is wrong with its config
